@@ -1,0 +1,14 @@
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+namespace py = pybind11;
+
+void bind_noise(py::module_& m);
+
+// Addresses travel as integers: no tensor type crosses the border.
+template <typename T>
+inline T* at(uint64_t address) {
+  return reinterpret_cast<T*>(address);
+}

@@ -1,0 +1,13 @@
+// The Python module tlt_engine._C. Each area binds its own functions in bindings/<area>.cpp; all of them take raw
+// addresses (uint64) and sizes. Python owns every check and keeps the tensors alive.
+#include "bindings/bind.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "C++ and CUDA backends of tlt_kernels on raw pointers";
+#ifdef TLT_WITH_CUDA
+  m.attr("with_cuda") = true;
+#else
+  m.attr("with_cuda") = false;
+#endif
+  bind_noise(m);
+}

@@ -1,0 +1,233 @@
+"""Frozen configuration, validated once when built. Errors name the field, what was expected, what came, the remedy."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tlt_engine.rng import check_seed
+from tlt_engine.types import MAX_NODES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def refuse(field_name: str, expected: str, got: object, remedy: str) -> ValueError:
+    """The one form of a refusal. The caller raises it."""
+    return ValueError(f"{field_name}: expected {expected}, got {got!r}; {remedy}")
+
+
+def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
+    bounds = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise refuse(name, bounds, value, "pass an int")
+    number = operator.index(value)  # type: ignore[arg-type]
+    if number < low or (high is not None and number > high):
+        raise refuse(name, bounds, number, "choose a value in range")
+    return number
+
+
+def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
+    bounds = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise refuse(name, bounds, value, "pass a float") from None
+    if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
+        raise refuse(name, bounds, value, "choose a value in range")
+    return number
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A drafting strategy: trees of at most `depth` draft levels, `top_k` children a node, `verify` nodes in all, the
+    root included. A chain has top_k 1; plain decoding is verify 1."""
+
+    depth: int
+    top_k: int
+    verify: int
+
+    def __post_init__(self) -> None:
+        _integer("Profile.depth", self.depth, 0)
+        _integer("Profile.top_k", self.top_k, 1)
+        _integer("Profile.verify", self.verify, 1, MAX_NODES)
+
+    def __str__(self) -> str:
+        return f"{self.depth}_{self.top_k}_{self.verify}"
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """How to speculate.
+
+    method: "model_free" (suffix automaton over the request, its siblings and earlier rollouts of the prompt), "custom"
+        (a Drafter passed to RolloutEngine) or "off".
+    profile: the shape of the draft trees.
+    min_chance: a draft node is kept only if its estimated chance to be accepted is at least this; rows are not free.
+    audit: share of requests re-decoded without speculation and compared; differences are counted in stats().
+    model_free_bytes: memory budget of the model-free drafter's automata, oldest prompts dropped first.
+    """
+
+    method: str = "model_free"
+    profile: Profile = field(default_factory=lambda: Profile(depth=8, top_k=2, verify=12))
+    min_chance: float = 0.25
+    audit: float = 0.0
+    model_free_bytes: int = 256 * 2**20
+
+    def __post_init__(self) -> None:
+        if self.method not in ("model_free", "custom", "off"):
+            raise refuse("SpeculationConfig.method", "'model_free', 'custom' or 'off'", self.method, "pick one")
+        if not isinstance(self.profile, Profile):
+            raise refuse("SpeculationConfig.profile", "a Profile(depth, top_k, verify)", self.profile, "build one")
+        _real("SpeculationConfig.min_chance", self.min_chance, 0.0, 1.0)
+        _real("SpeculationConfig.audit", self.audit, 0.0, 1.0)
+        _integer("SpeculationConfig.model_free_bytes", self.model_free_bytes, 0)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One engine = one process and one device.
+
+    dtype of weights and KV; lm_head_dtype: dtype of the head's product and of the logits (None: dtype).
+    max_model_len: prompt + output tokens of one sequence (None: the model's own limit, at most 4096 on the CPU).
+    max_num_seqs: samples running at once. max_num_batched_tokens: prompt tokens prefilled a step (chunked prefill).
+    page_size: tokens a KV page. num_pages: None takes `kv_cache_bytes`, or what max_num_seqs sequences of
+        max_model_len need if that is less than 2 GiB, else 2 GiB.
+    seed: root of the keys of requests without a seed; None: OS entropy.
+    mask_padding_ids: never emit ids at or beyond the tokenizer's length (None: yes when a tokenizer is known).
+    """
+
+    dtype: str = "float32"
+    device: str = "cpu"
+    lm_head_dtype: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    page_size: int = 16
+    num_pages: int | None = None
+    kv_cache_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    seed: int | None = None
+    mask_padding_ids: bool | None = None
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise refuse("EngineConfig.dtype", f"one of {', '.join(DTYPES)}", self.dtype, "pick one")
+        if self.lm_head_dtype is not None and self.lm_head_dtype not in DTYPES:
+            raise refuse("EngineConfig.lm_head_dtype", f"None or one of {', '.join(DTYPES)}", self.lm_head_dtype, "pick one")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+            _integer(f"EngineConfig.{name}", getattr(self, name), 1)
+        for name in ("max_model_len", "num_pages", "kv_cache_bytes"):
+            if getattr(self, name) is not None:
+                _integer(f"EngineConfig.{name}", getattr(self, name), 1)
+        if self.seed is not None:
+            check_seed(self.seed, "EngineConfig.seed")
+        if not isinstance(self.speculation, SpeculationConfig):
+            raise refuse("EngineConfig.speculation", "a SpeculationConfig", self.speculation, "use SpeculationConfig(method='off') to turn it off")
+
+
+LogitsProcessor = Callable[[Sequence[int], "Tensor"], "Tensor"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What to draw, with vLLM's names and the neutral defaults 1 / 0 / 0 (never those of generation_config).
+
+    n samples of the prompt get noise sample indices sample_index .. sample_index + n - 1.
+    temperature below 1e-5 is greedy. top_k 0 or -1, top_p 1, min_p 0 are off.
+    seed: int64 or None (a key from the engine's stream). stop: strings that end the output; stop_token_ids: ids that
+    do. ignore_eos: EOS does not end it. min_tokens: EOS and stop ids are barred before that many output tokens.
+    logprobs: None, or how many of the most likely tokens to return a position beside the sampled one (0: only that).
+    prompt_logprobs: the same for the prompt's tokens. raw_logprobs: also return log_softmax of the unmodified logits.
+    logit_bias: {id: added logit}. allowed_token_ids: only these may be emitted.
+    logits_processor(output_ids, logits fp32 [V]) -> logits: called on the host once for each emitted position, with
+    committed prefixes only; -inf bars an id. Exact under speculation, and slow.
+    max_tokens: None means up to the context end.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    sample_index: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    raw_logprobs: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    logits_processor: LogitsProcessor | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        put: Callable[[str, Any], None] = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put("n", _integer("n", self.n, 1))
+        put("temperature", _real("temperature", self.temperature, 0.0, math.inf))
+        put("top_k", max(_integer("top_k", self.top_k, -1), 0))
+        put("top_p", _real("top_p", self.top_p, 0.0, 1.0, open_low=True))
+        put("min_p", _real("min_p", self.min_p, 0.0, 1.0))
+        put("repetition_penalty", _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True))
+        put("presence_penalty", _real("presence_penalty", self.presence_penalty, -2.0, 2.0))
+        put("frequency_penalty", _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
+        if self.max_tokens is not None:
+            put("max_tokens", _integer("max_tokens", self.max_tokens, 1))
+        put("min_tokens", _integer("min_tokens", self.min_tokens, 0))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise refuse("min_tokens", f"at most max_tokens = {self.max_tokens}", self.min_tokens, "lower it")
+        put("sample_index", _integer("sample_index", self.sample_index, 0, 2**32 - 1 - self.n))
+        if self.seed is not None:
+            put("seed", check_seed(self.seed))
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if any(not isinstance(s, str) or not s for s in stops):
+            raise refuse("stop", "non-empty strings", self.stop, "drop the empty or non-string entries")
+        put("stop", stops)
+        put("stop_token_ids", tuple(_integer("stop_token_ids", t, 0) for t in self.stop_token_ids or ()))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                put(name, _integer(name, value, 0))
+        if self.logit_bias is not None:
+            bias = {_integer("logit_bias", k, 0): float(v) for k, v in self.logit_bias.items()}
+            if any(math.isnan(v) or v == math.inf for v in bias.values()):
+                raise refuse("logit_bias", "finite values or -inf", self.logit_bias, "use -inf to bar an id")
+            put("logit_bias", bias)
+        if self.allowed_token_ids is not None:
+            allowed = tuple(_integer("allowed_token_ids", t, 0) for t in self.allowed_token_ids)
+            if not allowed:
+                raise refuse("allowed_token_ids", "at least one id", [], "pass None to allow all ids")
+            put("allowed_token_ids", allowed)
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            raise refuse("logits_processor", "a callable (output_ids, logits) -> logits", self.logits_processor, "pass a function")
+        if self.stop and not self.detokenize:
+            raise refuse("detokenize", "True when stop strings are given", False, "use stop_token_ids instead")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse ids outside [0, vocab_size). Called when a request meets its model."""
+        groups = {
+            "stop_token_ids": self.stop_token_ids, "allowed_token_ids": self.allowed_token_ids,
+            "logit_bias": self.logit_bias,
+        }
+        for name, ids in groups.items():
+            for t in ids or ():
+                if t >= vocab_size:
+                    raise refuse(name, f"ids in [0, {vocab_size})", t, "the model has no such token")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value > vocab_size:
+                raise refuse(name, f"at most the vocabulary size {vocab_size}", value, "lower it")

@@ -1,0 +1,57 @@
+"""Draft trees: what a drafter proposes and one target pass verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlt_engine.types import MAX_NODES
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Node 0 is the root: the last committed token, whose KV is not computed yet. Plain decoding is the root alone.
+
+    tokens[i] is node i's token; parents[i] < i the index of its parent, -1 for the root. Siblings carry different
+    tokens (a walk that finds the target's token among them must be unambiguous). At most MAX_NODES nodes.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", tuple(self.tokens))
+        object.__setattr__(self, "parents", tuple(self.parents))
+        n = len(self.tokens)
+        if len(self.parents) != n:
+            raise ValueError(f"DraftTree.parents: expected {n} entries as in tokens, got {len(self.parents)}")
+        if not 1 <= n <= MAX_NODES:
+            raise ValueError(f"DraftTree.tokens: expected 1 to {MAX_NODES} nodes with the root, got {n}; verify fewer")
+        if self.parents[0] != -1:
+            raise ValueError(f"DraftTree.parents[0]: expected -1 (the root), got {self.parents[0]}")
+        seen: set[tuple[int, int]] = set()
+        for i in range(1, n):
+            if not 0 <= self.parents[i] < i:
+                raise ValueError(f"DraftTree.parents[{i}]: expected a node in [0, {i}), got {self.parents[i]}; order parents first")
+            edge = (self.parents[i], self.tokens[i])
+            if edge in seen:
+                raise ValueError(f"DraftTree.tokens[{i}]: token {edge[1]} twice under node {edge[0]}; merge the siblings")
+            seen.add(edge)
+
+    @staticmethod
+    def root(token: int) -> DraftTree:
+        return DraftTree((token,), (-1,))
+
+    @staticmethod
+    def chain(root: int, drafts: Sequence[int]) -> DraftTree:
+        return DraftTree((root, *drafts), tuple(range(-1, len(drafts))))
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
