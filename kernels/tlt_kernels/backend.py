@@ -1,7 +1,7 @@
 """Which implementation of an op runs. Knows names and devices, no op.
 
-"reference" (torch, any device) is the specification; "cpp" runs on CPU tensors, "cuda" and "triton" on CUDA tensors.
-Each op lists what it has per device, the default first. There is no silent fallback.
+"reference" (torch, any device) is the specification; "cpp" runs on CPU tensors, "cuda" and "triton" on CUDA
+tensors. Each op lists what it has per device, the default first. There is no silent fallback.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def extension() -> ModuleType:
         from tlt_engine import _C  # type: ignore[attr-defined]
     except ImportError as error:
         raise ImportError(
-            f"tlt_engine._C: expected the compiled extension, got {error}; build it with `pip install -e .` or `make ext`"
+            f"tlt_engine._C: expected the compiled extension, got {error}; build it with `pip install -e .`"
         ) from error
-    return _C  # type: ignore[no-any-return]
+    return _C
 
 
 def choose(
@@ -38,37 +38,39 @@ def choose(
 ) -> BackendName:
     """The backend that will run `op` on `device`: `backend`, or the first one the op has there.
 
-    Raises ValueError for a name that does not exist, or that the op lacks on this device; "triton" on the CPU is
-    allowed where the op has it and TRITON_INTERPRET=1 is set.
+    Raises ValueError for a name that does not exist, or that the op lacks on this device; "triton" on the CPU
+    is allowed where the op has it and TRITON_INTERPRET=1 is set.
     """
     if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"{op}: backend: expected None or one of {list(BACKENDS)}, got {backend!r}; None takes the best one")
+        raise ValueError(
+            f"{op}: backend: expected None or one of {list(BACKENDS)}, got {backend!r}; None takes the best one"
+        )
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{op}: device: expected cpu or cuda tensors, got {device}; move them with .to('cpu')")
+        raise ValueError(f"{op}: device: expected cpu or cuda tensors, got {device}; move them with .cpu()")
     offered = cuda if device.type == "cuda" else cpu
     picked = offered[0] if backend is None else backend
     if picked == "triton" and device.type == "cpu" and "triton" in cuda:
         if os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
-                f"{op}: backend: expected one of {list(offered)} for cpu tensors, got 'triton'; set TRITON_INTERPRET=1 "
-                "before importing triton to interpret the kernel, or move the tensors to cuda"
+                f"{op}: backend: expected one of {list(offered)} for cpu tensors, got 'triton'; set "
+                "TRITON_INTERPRET=1 before importing triton to interpret the kernel, or move the tensors to cuda"
             )
         return picked
     if picked not in offered:
         raise ValueError(
-            f"{op}: backend: expected one of {list(offered)} for {device.type} tensors, got {picked!r}; pass one of "
-            "these, or None for the first"
+            f"{op}: backend: expected one of {list(offered)} for {device.type} tensors, got {picked!r}; pass one "
+            "of these, or None for the first"
         )
     if picked == "cuda" and not extension().with_cuda:
         raise ValueError(
-            f"{op}: backend: expected a build with CUDA for cuda tensors, got tlt_engine._C without it; rebuild where "
-            "nvcc is on PATH (TLT_CUDA=1 pip install -e .), or pass backend='reference'"
+            f"{op}: backend: expected a build with CUDA for cuda tensors, got tlt_engine._C without it; rebuild "
+            "where nvcc is on PATH (TLT_CUDA=1 pip install -e .), or pass backend='reference'"
         )
     return picked
 
 
 def threads() -> int:
-    """Threads for the C++ ops: torch's own setting, so that one knob (OMP_NUM_THREADS, torch.set_num_threads) rules."""
+    """Threads for the C++ ops: torch's own setting, so that one knob (OMP_NUM_THREADS) rules both."""
     return torch.get_num_threads()
 
 

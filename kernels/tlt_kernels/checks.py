@@ -46,11 +46,11 @@ def check(
     """Returns `tensor`, or raises ValueError, e.g.
     `draft_tokens: expected int32 [B=4, V=8], got int64 [4, 8]; cast with .int()`.
 
-    dtype: one, or several that will do. shape: sizes in order, or {name: size}; None = any size. device: the device
-    that the op's other tensors are on. contiguous: row-major without gaps; the kernels take raw addresses.
+    dtype: one, or several that will do. shape: sizes in order, or {name: size}; None = any size. device: the
+    device that the op's other tensors are on. contiguous: row-major without gaps; the kernels take raw addresses.
     """
     if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}; wrap it with torch.tensor(...)")
+        raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}; use torch.tensor(...)")
     dtypes = () if dtype is None else (dtype if isinstance(dtype, tuple) else (dtype,))
     expected = "/".join(dtype_name(d) for d in dtypes) or "a tensor"
     if shape is not None:
@@ -64,22 +64,26 @@ def check(
         if len(sizes) != tensor.dim() or any(s is not None and s != t for s, t in zip(sizes, tensor.shape)):
             raise ValueError(f"{name}: expected {expected}, got {got}; reshape or slice it to that shape")
     if device is not None and tensor.device != device:
-        raise ValueError(f"{name}: expected {expected} on {device}, got it on {tensor.device}; move it with .to('{device}')")
+        raise ValueError(
+            f"{name}: expected {expected} on {device}, got it on {tensor.device}; move it with .to('{device}')"
+        )
     if contiguous and not tensor.is_contiguous():
         raise ValueError(
-            f"{name}: expected contiguous {expected}, got strides {list(tensor.stride())}; call .contiguous() once, "
-            "outside the loop"
+            f"{name}: expected contiguous {expected}, got strides {list(tensor.stride())}; call .contiguous() "
+            "once, outside the loop"
         )
     return tensor
 
 
 def check_range(name: str, tensor: Tensor, low: int | float, high: int | float) -> Tensor:
-    """Returns `tensor` if every value lies in [low, high]; NaN does not. Reads the values: on CUDA this waits for the
-    device, so call it on CPU tensors only."""
+    """Returns `tensor` if every value lies in [low, high]; NaN does not. Reads the values: on CUDA this waits for
+    the device, so call it on CPU tensors only."""
     if tensor.numel():
         bad = ~((tensor >= low) & (tensor <= high))
         if bool(bad.any()):
             where = int(bad.flatten().nonzero()[0])
             value = tensor.flatten()[where].item()
-            raise ValueError(f"{name}: expected values in [{low}, {high}], got {value} at flat index {where}; fix the caller")
+            raise ValueError(
+                f"{name}: expected values in [{low}, {high}], got {value} at flat index {where}; fix the caller"
+            )
     return tensor
