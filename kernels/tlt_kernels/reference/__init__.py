@@ -1,0 +1,1 @@
+"""Torch references of the ops: slow, obvious, the specification that the other backends are held to."""
