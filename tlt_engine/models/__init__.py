@@ -1,0 +1,1 @@
+"""The target model: configuration, weights, forward pass and loading. Knows neither requests nor sampling."""

@@ -1,0 +1,139 @@
+"""The target model's forward pass over packed rows. Shape legend: R packed rows, B requests, L layers, V vocabulary,
+H hidden, Hq / Hkv query and key-value heads, D head dimension.
+
+Knows neither requests nor sampling: token ids, positions and cache slots in, logits and hidden states out. The same
+pass serves prefill, plain decoding and verification. No host sync and no data-dependent Python: safe in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from tlt_kernels.attention import tree_attention
+from tlt_kernels.kv import write_kv
+from torch import Tensor
+
+from tlt_engine.config import refuse
+from tlt_engine.kvcache.storage import KVStorage
+from tlt_engine.models.config import ModelConfig
+from tlt_engine.models.rope import rope_tables
+from tlt_engine.models.weights import LayerWeights, LoadReport, Weights
+from tlt_engine.types import StepInputs, StepOutputs
+
+
+class Transformer:
+    """A model with uninitialised weights: fill them with load_weights (or build it with loader.load_model).
+
+    All weights live in `weights`, allocated once; loading and later updates copy in place, so addresses never move.
+    `lm_head_dtype` other than `dtype` keeps a copy of the head in that dtype, refreshed by every load.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+        lm_head_dtype: torch.dtype | None = None, max_model_len: int | None = None,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.max_model_len = max_model_len or config.context_limit
+        config.check_length(self.max_model_len)
+        self.weights = Weights(config, dtype=dtype, device=self.device, lm_head_dtype=lm_head_dtype)
+        self._cos, self._sin = rope_tables(config.rope, self.max_model_len, self.device)
+        self._scale = config.head_dim**-0.5
+
+    @property
+    def lm_head_dtype(self) -> torch.dtype:
+        return self.weights.head.dtype
+
+    def new_kv(self, num_pages: int, page_size: int) -> KVStorage:
+        c = self.config
+        return KVStorage(c.num_layers, num_pages, page_size, c.num_kv_heads, c.head_dim, self.dtype, self.device)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, view into our fused tensors). Read only: write through load_weights, which also refreshes
+        the head's copy."""
+        return self.weights.named()
+
+    def load_weights(self, mapping: Mapping[str, Tensor], *, strict: bool = True) -> LoadReport:
+        """Copies Hugging Face tensors in place; see Weights.load."""
+        return self.weights.load(mapping, strict=strict)
+
+    # no_grad, not inference_mode: the drafter's trainer saves captured hidden states for its backward pass, which torch
+    # refuses for inference tensors. The difference is 0.1 ms of a 30-layer pass.
+    @torch.no_grad()
+    def forward(self, step: StepInputs, kv: KVStorage, *, capture: Sequence[int] = ()) -> StepOutputs:
+        """Writes the rows' K and V to kv at step.slots and returns logits [Rl, V] of step.logit_rows, plus the hidden
+        states [R, H] named in `capture` (StepOutputs.hidden). Positions must be below max_model_len."""
+        self._check_capture(capture)
+        captured: dict[int, Tensor] = {}
+        x = F.embedding(step.token_ids, self.weights.embed)
+        rotation = self._rotation(step.positions)
+        for i, layer in enumerate(self.weights.layers):
+            if i in capture:
+                captured[i] = x
+            x = self._attention(layer, x, rotation, step, *kv.layer(i), self.config.windows[i])
+            x = self._mlp(layer, x)
+        if self.config.num_layers in capture:
+            captured[self.config.num_layers] = x
+        return StepOutputs(self._logits(x, step.logit_rows), captured)
+
+    __call__ = forward
+
+    def _check_capture(self, capture: Sequence[int]) -> None:
+        for index in capture:
+            if not 0 <= index <= self.config.num_layers:
+                raise refuse(
+                    "capture", f"hidden states in [0, {self.config.num_layers}]", index,
+                    "0 is the embedding, i the output of layer i - 1, the number of layers the input of the final norm",
+                )
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [R, 1, rotary_dim] in the model's dtype, where transformers applies them too."""
+        cos, sin = self._cos[positions], self._sin[positions]
+        return cos.to(self.dtype)[:, None], sin.to(self.dtype)[:, None]
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+
+    def _attention(
+        self, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor], step: StepInputs, k_cache: Tensor,
+        v_cache: Tensor, window: int,
+    ) -> Tensor:
+        c = self.config
+        qkv = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+        qkv = qkv.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        qk = self._rotate(self._qk_norm(layer, qkv[:, : c.num_heads + c.num_kv_heads]), rotation)
+        q, k = qk[:, : c.num_heads], qk[:, c.num_heads :]
+        write_kv(k, qkv[:, c.num_heads + c.num_kv_heads :], k_cache, v_cache, step.slots)
+        out = tree_attention(
+            q, k_cache, v_cache, step.page_table, step.prefix_lens, step.node_indptr, step.ancestors, step.causal,
+            step.positions, scale=self._scale, window=window,
+        )
+        return x + F.linear(out.view(len(x), -1), layer.o, layer.o_bias)
+
+    def _qk_norm(self, layer: LayerWeights, qk: Tensor) -> Tensor:
+        """Per-head RMSNorm of queries and keys (Qwen3), one pass over both."""
+        if layer.q_norm is None:
+            return qk
+        normed = F.rms_norm(qk, (self.config.head_dim,), None, self.config.rms_norm_eps)
+        normed[:, : self.config.num_heads].mul_(layer.q_norm)
+        normed[:, self.config.num_heads :].mul_(layer.k_norm)
+        return normed
+
+    def _rotate(self, qk: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = rotation
+        dim = cos.shape[-1]
+        part = qk[..., :dim]
+        rotated = torch.addcmul(part * cos, part.roll(dim // 2, -1), sin)
+        return rotated if dim == self.config.head_dim else torch.cat((rotated, qk[..., dim:]), -1)
+
+    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        gate, up = F.linear(self._norm(x, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+        return x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+
+    def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        if len(rows) != len(x):  # logit_rows is ascending: as many as rows means all of them
+            x = x[rows]
+        return F.linear(self._norm(x, self.weights.norm).to(self.lm_head_dtype), self.weights.head)

@@ -1,0 +1,198 @@
+"""A model's weights: fused tensors, the Hugging Face names that map to views of them, and checked in-place loading.
+
+Knows neither files nor the forward pass. The views of `named` are the only road to the storage, for the first load and
+for every later update, so a name can never be loaded into a stale copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt_engine.models.config import ModelConfig
+
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+WRONG_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.", "model.model.", "language_model.")
+SHOWN = 6  # names listed in an error before "and n more"
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """qkv [(Hq + 2 Hkv) D, H], o [H, Hq D], gate_up [2 I, H], down [H, I]; norms [H], q_norm and k_norm [D]."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """loaded, missing, unexpected: Hugging Face names. notes: what else a reader of the load should know, one line each
+    (a head found beside a tied embedding, for one)."""
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Weights:
+    """embed [V, H], layers, norm [H] and head [V, H], allocated once and uninitialised until the first load.
+
+    head is the embedding's own storage when tied; in an lm_head_dtype other than dtype it is a copy which every load
+    refreshes.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, lm_head_dtype: torch.dtype | None,
+    ) -> None:
+        self._config = config
+
+        def new(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.embed = new(config.vocab_size, config.hidden_size)
+        self.layers = [_new_layer(config, new) for _ in range(config.num_layers)]
+        self.norm = new(config.hidden_size)
+        self._head_master = self.embed if config.tie_word_embeddings else new(*self.embed.shape)
+        copied = lm_head_dtype is not None and lm_head_dtype != dtype
+        self.head = self._head_master.to(lm_head_dtype) if copied else self._head_master
+        self._views = dict(self._name_views())
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._views.items())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._views)
+
+    def _name_views(self) -> Iterator[tuple[str, Tensor]]:
+        yield EMBED, self.embed
+        for i, layer in enumerate(self.layers):
+            for name, view in _layer_views(self._config, layer):
+                yield f"model.layers.{i}.{name}", view
+        yield "model.norm.weight", self.norm
+        if not self._config.tie_word_embeddings:
+            yield HEAD, self._head_master
+
+    def check(
+        self, shapes: Mapping[str, Sequence[int]], *, strict: bool = True, allow_unknown: bool = False
+    ) -> LoadReport:
+        """What loading tensors of these names and shapes would do, before anything changes.
+
+        strict: every weight must come and nothing else, save that allow_unknown only reports unknown names (checkpoint
+        files). Not strict: a subset is fine and unknown names are reported. A set that matches no weight is refused. lm_head.weight of a tied model is known. ValueError lists every
+        unknown, missing and misshapen name.
+        """
+        known = dict(self._views)
+        if self._config.tie_word_embeddings:
+            known[HEAD] = self.embed
+        loaded = tuple(n for n in shapes if n in known)
+        unexpected = tuple(n for n in shapes if n not in known)
+        present = set(shapes) | ({EMBED} if self._config.tie_word_embeddings and HEAD in shapes else set())
+        missing = tuple(n for n in self._views if n not in present)
+        misshapen = [
+            f"{n} expected {list(known[n].shape)}, got {list(shapes[n])}"
+            for n in loaded if tuple(shapes[n]) != tuple(known[n].shape)
+        ]
+        problems = [f"misshapen: {_listed(misshapen)}"] if misshapen else []
+        incomplete = (strict and missing) or not loaded
+        if unexpected and (incomplete or (strict and not allow_unknown)):
+            problems.append(f"unknown: {_listed(unexpected)}")
+        if incomplete:
+            problems.append(f"missing: {_listed(missing)}")
+        if problems:
+            raise ValueError(f"weights: expected the {len(self._views)} names and shapes of this model, got "
+                             f"{'; '.join(problems)}. {self._remedy(unexpected, missing)} Nothing was changed.")
+        return LoadReport(loaded, missing, unexpected)
+
+    def load(self, mapping: Mapping[str, Tensor], *, strict: bool = True) -> LoadReport:
+        """Validates the whole set with `check`, then copies in place, casting dtypes. If validation fails nothing has
+        changed. Values are copied, never aliased."""
+        for name, value in mapping.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(f"weights: expected torch tensors, got {type(value).__name__} for {name}; convert it first")
+        report = self.check({name: tuple(value.shape) for name, value in mapping.items()}, strict=strict)
+        tied_pair = self._config.tie_word_embeddings and EMBED in mapping and HEAD in mapping
+        if tied_pair and not _same(mapping[EMBED], mapping[HEAD]):
+            raise ValueError(f"weights: expected {HEAD} equal to {EMBED}, as this model's head is tied to its embedding, got "
+                             "different values; send only the embedding, or load the model with tie_word_embeddings=False. "
+                             "Nothing was changed.")
+        self.copy((name, mapping[name]) for name in report.loaded)
+        return report
+
+    @torch.no_grad()
+    def copy(self, items: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies tensors that `check` has passed and refreshes the head's copy. For streams: call check first."""
+        for name, value in items:
+            view = self.embed if name == HEAD and self._config.tie_word_embeddings else self._views[name]
+            view.copy_(value)
+        if self.head is not self._head_master:
+            self.head.copy_(self._head_master)
+
+    def _remedy(self, unexpected: Sequence[str], missing: Sequence[str]) -> str:
+        for prefix in WRONG_PREFIXES:
+            stripped = [n.replace(prefix, "model." if prefix == "model.model." else "") for n in unexpected]
+            if any(n in self._views for n in stripped):
+                return f"Remove the prefix {prefix!r} from the names."
+        if any(f"model.{n}" in self._views for n in unexpected):
+            return "Add the prefix 'model.' to the names: this looks like the state of the base model without its head."
+        if HEAD in missing:
+            return f"{HEAD} is needed because tie_word_embeddings is false; set it true in the config if the head is tied."
+        return "Send Hugging Face names (model.named_weights lists them); strict=False accepts a subset."
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() or torch.equal(a.to(b.device, b.dtype), b)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _new_layer(c: ModelConfig, new: Callable[..., Tensor]) -> LayerWeights:
+    q_rows, qkv_rows = c.num_heads * c.head_dim, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+
+    def maybe(wanted: bool, size: int) -> Tensor | None:
+        return new(size) if wanted else None
+
+    return LayerWeights(
+        input_norm=new(c.hidden_size), qkv=new(qkv_rows, c.hidden_size), qkv_bias=maybe(c.qkv_bias, qkv_rows),
+        q_norm=maybe(c.qk_norm, c.head_dim), k_norm=maybe(c.qk_norm, c.head_dim), o=new(c.hidden_size, q_rows),
+        o_bias=maybe(c.o_bias, c.hidden_size), post_norm=new(c.hidden_size),
+        gate_up=new(2 * c.intermediate_size, c.hidden_size), gate_up_bias=maybe(c.mlp_bias, 2 * c.intermediate_size),
+        down=new(c.hidden_size, c.intermediate_size), down_bias=maybe(c.mlp_bias, c.hidden_size),
+    )
+
+
+def _layer_views(c: ModelConfig, layer: LayerWeights) -> Iterator[tuple[str, Tensor]]:
+    """Names within a layer, in transformers' order, each a view of the fused rows it owns."""
+    q, kv, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
+    fused = (
+        ("self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv), layer.qkv, layer.qkv_bias),
+        ("self_attn", ("o_proj",), (c.hidden_size,), layer.o, layer.o_bias),
+        ("mlp", ("gate_proj", "up_proj"), (inner, inner), layer.gate_up, layer.gate_up_bias),
+        ("mlp", ("down_proj",), (c.hidden_size,), layer.down, layer.down_bias),
+    )
+    for block, names, rows, weight, bias in fused:
+        for kind, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None:
+                yield from ((f"{block}.{n}.{kind}", view) for n, view in zip(names, tensor.split(rows)))
+    norms = {
+        "self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm, "input_layernorm": layer.input_norm,
+        "post_attention_layernorm": layer.post_norm,
+    }
+    yield from ((f"{name}.weight", norm) for name, norm in norms.items() if norm is not None)
