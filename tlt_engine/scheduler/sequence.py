@@ -21,6 +21,9 @@ class Sequence:
     beyond it. key, sample, segment: noise identity. kv_len: committed keys; pages holds them and the look-ahead slots.
     prompt_logits: logits of the prompt's rows are wanted, so its KV is computed and not taken from the prefix cache.
     speculate: False keeps its trees to the root (audits, and requests with SpeculationConfig off).
+
+    The scheduler's own notes: kv_version, the weight version its KV belongs to; page_keys, its prefix cache keys under
+    that version; start_len and start_key, length and identity of token_ids[:-1] when it was added.
     """
 
     seq_id: int
@@ -38,6 +41,10 @@ class Sequence:
     kv_len: int = 0
     pages: list[int] = field(default_factory=list)
     preemptions: int = 0
+    kv_version: int | None = None
+    page_keys: list[bytes] = field(default_factory=list)
+    start_len: int = 0
+    start_key: bytes = b""
 
     @property
     def output_len(self) -> int:
