@@ -23,17 +23,17 @@ def tiny_config(arch: str = "llama", **overrides: Any) -> Any:
     no EOS. `overrides` are config fields."""
     import transformers
 
-    cls = getattr(transformers, {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[arch] + "Config")
-    fields = dict(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None,
-        eos_token_id=None, pad_token_id=None,
-    )
+    fields: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False, "bos_token_id": None,
+        "eos_token_id": None, "pad_token_id": None,
+    }
     if arch == "mistral":
         fields["sliding_window"] = None
     if arch == "qwen3":
         fields["head_dim"] = 8
-    return cls(**{**fields, **overrides})
+    config = getattr(transformers, f"{arch.capitalize()}Config")
+    return config(**{**fields, **overrides})
 
 
 def tiny_hf_model(arch: str = "llama", seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
@@ -46,8 +46,12 @@ def tiny_hf_model(arch: str = "llama", seed: int = 0, *, dtype: torch.dtype = to
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         for name, p in model.named_parameters():
             noise = torch.randn_like(p)
-            # Products keep the size of their input, so that logits have a spread of a few units at any width.
-            p.data = 1 + 0.3 * noise if "norm" in name else 0.3 * noise if name.endswith("bias") else noise / p.shape[-1] ** 0.5
+            if "norm" in name:
+                p.data = 1 + 0.3 * noise
+            elif name.endswith("bias"):
+                p.data = 0.3 * noise
+            else:  # products keep the size of their input, so that logits spread over a few units at any width
+                p.data = noise / p.shape[-1] ** 0.5
         if config.tie_word_embeddings:
             model.tie_weights()
     return model.to(dtype)
@@ -82,13 +86,15 @@ class Runner:
         self.kv_len = [0] * requests
 
     def step(
-        self, tokens: dict[int, list[int]], parents: dict[int, list[int]] | None = None, capture: tuple[int, ...] = (),
-        keep: bool = True,
+        self, tokens: dict[int, list[int]], parents: dict[int, list[int]] | None = None,
+        capture: tuple[int, ...] = (), keep: bool = True,
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """One pass: `tokens[b]` are request b's rows, a causal chunk unless parents[b] makes them a tree. Returns logits
-        [rows, V] by request, and the hidden states asked for over all rows. keep: commit the rows (chunks only)."""
+        """One pass: `tokens[b]` are request b's rows, a causal chunk unless parents[b] makes them a tree. Returns
+        logits [rows, V] by request, and the hidden states asked for over all rows. keep: commit the rows (chunks
+        only)."""
         parents = parents or {}
-        rows: dict[str, list[Any]] = {k: [] for k in ("ids", "pos", "slots", "bits", "indptr", "table", "prefix", "causal")}
+        names = ("ids", "pos", "slots", "bits", "indptr", "table", "prefix", "causal")
+        rows: dict[str, list[Any]] = {name: [] for name in names}
         rows["indptr"].append(0)
         for b, ids in tokens.items():
             n, prefix, pages = len(ids), self.kv_len[b], range(b * self.per, (b + 1) * self.per)
@@ -98,7 +104,7 @@ class Runner:
                 depth.append(0 if parent < 0 else depth[parent] + 1)
             rows["ids"] += ids
             rows["pos"] += [prefix + d for d in depth]
-            rows["slots"] += [pages[(prefix + i) // self.page_size] * self.page_size + (prefix + i) % self.page_size for i in range(n)]
+            rows["slots"] += [pages[0] * self.page_size + prefix + i for i in range(n)]
             rows["bits"] += tree_bits(parents[b]) if b in parents else [(0, 0)] * n
             rows["indptr"].append(rows["indptr"][-1] + n)
             rows["table"].append(list(pages))
@@ -121,7 +127,9 @@ def _step_inputs(rows: dict[str, list[Any]]) -> StepInputs:
     )
 
 
-def prefill_logits(model: Transformer, ids: list[int], capture: tuple[int, ...] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+def prefill_logits(
+    model: Transformer, ids: list[int], capture: tuple[int, ...] = ()
+) -> tuple[Tensor, dict[int, Tensor]]:
     """Logits [n, V] and hidden states of one causal pass over `ids`."""
     logits, hidden = Runner(model, length=len(ids)).step({0: ids}, capture=capture)
     return logits[0], hidden

@@ -9,8 +9,8 @@ from tlt_engine.config import refuse
 
 
 class KVStorage:
-    """data [layers, 2, num_pages, page_size, kv_heads, head_dim], keys at index 0 and values at 1, zeroed; all pages are
-    usable. Zeroed because a kernel may multiply a masked value by 0, and 0 * NaN is NaN. The address never changes."""
+    """data [layers, 2, num_pages, page_size, kv_heads, head_dim], keys at index 0 and values at 1; all pages are
+    usable. Zeroed, because a kernel may multiply a masked value by 0, and 0 * NaN is NaN. The address never changes."""
 
     def __init__(
         self, layers: int, num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype,
@@ -18,7 +18,7 @@ class KVStorage:
     ) -> None:
         shape = (layers, 2, num_pages, page_size, kv_heads, head_dim)
         if min(shape) < 1:
-            raise refuse("KVStorage", "sizes [layers, 2, pages, page, kv_heads, head_dim] >= 1", list(shape), "enlarge them")
+            raise refuse("KVStorage", "layers, 2, pages, page_size, kv_heads, head_dim >= 1", shape, "enlarge them")
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = [(self.data[i, 0], self.data[i, 1]) for i in range(layers)]
 

@@ -70,13 +70,14 @@ class ModelConfig:
         its eos_token_id only. ValueError names what is not supported."""
         get = _getter(config)
         architecture = _architecture(get)
-        hidden, heads, layers = get("hidden_size", None), get("num_attention_heads", None), get("num_hidden_layers", None)
-        for name, value in (("hidden_size", hidden), ("num_attention_heads", heads), ("num_hidden_layers", layers)):
-            if not value:
-                raise refuse(name, "a positive integer in the model's config", value, "complete the config")
+        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        for name in sizes:
+            if not get(name, None):
+                raise refuse(name, "a positive integer in the model's config", get(name, None), "complete the config")
+        hidden, inner, layers, heads, vocab = (get(name, None) for name in sizes)
         kv_heads = get("num_key_value_heads", None) or heads
         if heads % kv_heads:
-            raise refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}", kv_heads, "correct the config")
+            raise refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}", kv_heads, "correct it")
         act = get("hidden_act", "silu")
         if act not in ("silu", "swish"):
             raise refuse("hidden_act", "'silu'", act, "only SwiGLU feed-forward layers are supported")
@@ -84,9 +85,9 @@ class ModelConfig:
         max_position = get("max_position_embeddings", 2048)
         biased = bool(get("attention_bias", False)) and architecture in ("llama", "qwen3")
         return ModelConfig(
-            architecture=architecture, hidden_size=hidden, intermediate_size=get("intermediate_size", None),
+            architecture=architecture, hidden_size=hidden, intermediate_size=inner,
             num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-            vocab_size=get("vocab_size", None), rms_norm_eps=float(get("rms_norm_eps", 1e-6)),
+            vocab_size=vocab, rms_norm_eps=float(get("rms_norm_eps", 1e-6)),
             tie_word_embeddings=bool(get("tie_word_embeddings", False)), qkv_bias=biased or architecture == "qwen2",
             o_bias=biased, mlp_bias=bool(get("mlp_bias", False)) and architecture == "llama",
             qk_norm=architecture == "qwen3", rope=rope_config(get, head_dim, max_position),
@@ -96,8 +97,8 @@ class ModelConfig:
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The three hidden states (numbered as StepOutputs.hidden) a learned drafter reads by default: EAGLE-3's low, middle
-    and high [2, n // 2, n - 3]. That rule repeats itself or turns negative below 7 layers; small models get three
+    """The hidden states (numbered as StepOutputs.hidden) that a learned drafter reads by default: EAGLE-3's low,
+    middle and high [2, n // 2, n - 3]. That rule repeats itself or turns negative below 7 layers; small models get three
     distinct valid ones instead. One layer has only two hidden states: refused."""
     if num_layers >= 7:
         return (2, num_layers // 2, num_layers - 3)
@@ -125,7 +126,8 @@ def _architecture(get: Any) -> str:
         if name in by_name:
             return by_name[name]
     if names or model_type not in ARCHITECTURES:
-        raise refuse("architecture", f"one of {supported}", list(names) or model_type, "this engine serves these dense decoders only")
+        got = list(names) or model_type
+        raise refuse("architecture", f"one of {supported}", got, "this engine serves these dense decoders only")
     return model_type
 
 

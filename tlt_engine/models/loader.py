@@ -21,7 +21,6 @@ from tlt_engine.models.transformer import Transformer
 from tlt_engine.models.weights import EMBED, HEAD, LoadReport
 
 CPU_MAX_MODEL_LEN = 4096  # the default there: EngineConfig.max_model_len
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")  # buffers of old checkpoints, recomputed here
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ def load_model(
     """source: a folder with config.json and safetensors (single or sharded), "demo" for the demo model, or an in-memory
     transformers model, whose weights are copied: training it further changes nothing here.
 
-    max_model_len None: the model's context, at most 4096 on the CPU. ValueError when weights are missing or misshapen, or
-    the architecture is not served; weights nobody asked for are named in one warning.
+    max_model_len None: the model's context, at most 4096 on the CPU. ValueError when weights are missing or misshapen,
+    or the architecture is not served; weights that the model does not use are named in one warning.
     """
     if hasattr(source, "state_dict") and hasattr(source, "config"):
         return _load(_InMemory(source), dtype, device, lm_head_dtype, max_model_len)
@@ -97,7 +96,7 @@ class _Folder:
             names = json.loads(index.read_text())["weight_map"]
             absent = sorted({f for f in names.values() if not (self._path / f).is_file()})
             if absent:
-                raise refuse("model", f"the shards named in {index.name}", f"no {', '.join(absent)}", "complete the download")
+                raise refuse("model", f"all shards named in {index.name}", f"no {', '.join(absent)}", "download them")
             return {name: self._path / file for name, file in names.items()}
         files = sorted(self._path.glob("*.safetensors"))
         if not files:
@@ -116,7 +115,8 @@ class _Folder:
         shapes: dict[str, tuple[int, ...]] = {}
         for file in sorted(set(self._files.values())):
             with safe_open(file, framework="pt") as f:
-                shapes.update({n: tuple(f.get_slice(n).get_shape()) for n in f.keys() if self._files.get(n) == file})
+                own = [n for n, at in self._files.items() if at == file]
+                shapes.update({n: tuple(f.get_slice(n).get_shape()) for n in own})
         return shapes
 
     def tensors(self, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
@@ -139,7 +139,7 @@ def _load(
     source: _InMemory | _Folder, dtype: str | torch.dtype, device: torch.device | str,
     lm_head_dtype: str | torch.dtype | None, max_model_len: int | None,
 ) -> LoadedModel:
-    shapes = {n: s for n, s in source.shapes.items() if not n.endswith(IGNORED_SUFFIXES)}
+    shapes = source.shapes
     config, notes = _settle_head(source, shapes)
     if max_model_len is None:
         on_cpu = torch.device(device).type == "cpu"
@@ -155,7 +155,9 @@ def _load(
     return LoadedModel(model, config, source.tokenizer, config.eos_token_ids, replace(report, notes=notes))
 
 
-def _settle_head(source: _InMemory | _Folder, shapes: dict[str, tuple[int, ...]]) -> tuple[ModelConfig, tuple[str, ...]]:
+def _settle_head(
+    source: _InMemory | _Folder, shapes: dict[str, tuple[int, ...]]
+) -> tuple[ModelConfig, tuple[str, ...]]:
     """What a lm_head.weight beside a tied embedding means. Equal: one tensor. Different: the config is wrong, and the
     head is kept apart, as transformers 5 does."""
     config = source.config

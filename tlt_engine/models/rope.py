@@ -1,8 +1,8 @@
 """Rotary position embedding: inverse frequencies, attention scaling and the cos/sin tables.
 
-Knows neither layers nor requests. Every table is a function of the configuration alone, never of the lengths in a batch:
-a cached key keeps the rotation it was written with, so a rotation that depended on the batch or on how far a request
-has got would make results depend on scheduling.
+Knows neither layers nor requests. Every table is a function of the configuration alone, never of the lengths in a
+batch: a cached key keeps the rotation it was written with, so a rotation that depended on the batch or on how far a
+request has got would make results depend on scheduling.
 
 Formulas: RoPE (arXiv 2104.09864), YaRN and NTK-by-parts (arXiv 2309.00071), Llama 3.1's piecewise rule; numerics follow
 transformers' modeling_rope_utils, whose output the tests compare with.
@@ -52,8 +52,8 @@ class RopeConfig:
 
 
 def rope_config(get: Any, head_dim: int, max_position: int) -> RopeConfig:
-    """Reads the settings through `get(name, default)`: rope_parameters (transformers 5) first, then rope_scaling and the
-    top-level rope_theta and partial_rotary_factor of older configs, then theta 10000."""
+    """Reads the settings through `get(name, default)`: rope_parameters (transformers 5) first, then rope_scaling and
+    the top-level rope_theta and partial_rotary_factor of older configs, then theta 10000."""
     settings = _settings(get)
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in ROPE_KINDS:
@@ -71,7 +71,8 @@ def rope_config(get: Any, head_dim: int, max_position: int) -> RopeConfig:
             "partial_rotary_factor", f"an even number of rotated dimensions in (0, {head_dim}]", rotary_dim,
             f"head_dim {head_dim} times {share:g} must be even; correct the config",
         )
-    original_max = int(get("original_max_position_embeddings", None) or pick("original_max_position_embeddings", max_position))
+    trained = "original_max_position_embeddings"  # transformers prefers the top-level one, as Phi-3 has it
+    original_max = int(get(trained, None) or pick(trained, max_position))
     factor = settings.get("factor")
     if factor is None:
         if kind in ("linear", "dynamic", "llama3"):
@@ -94,7 +95,7 @@ def _settings(get: Any) -> Mapping[str, Any]:
         merged.update({k: v for k, v in (get(name, None) or {}).items() if v is not None})
     nested = [k for k, v in merged.items() if isinstance(v, Mapping)]
     if nested:
-        raise refuse("rope_parameters", "one set of settings for all layers", nested, "ropes per layer type are not supported")
+        raise refuse("rope_parameters", "one set of settings for all layers", nested, "use a model with one rope")
     return merged
 
 
@@ -156,8 +157,8 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 def rope_tables(rope: RopeConfig, length: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """cos and signed sin, fp32 [length, rotary_dim], row p for position p.
 
-    With h = rotary_dim / 2 the rotation of x is x * cos + roll(x, h) * sin, the sign of rotate_half being carried by the
-    first half of sin: (-a) * s and a * (-s) are the same float, so this equals transformers' form bit for bit.
+    With h = rotary_dim / 2 the rotation of x is x * cos + roll(x, h) * sin: the first half of sin carries the sign of
+    rotate_half, and (-a) * s and a * (-s) are the same float.
     """
     inv_freq, scaling = inverse_frequencies(rope)
     angles = torch.arange(length, dtype=torch.float32)[:, None] * inv_freq

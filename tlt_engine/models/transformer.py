@@ -115,7 +115,7 @@ class Transformer:
 
     def _qk_norm(self, layer: LayerWeights, qk: Tensor) -> Tensor:
         """Per-head RMSNorm of queries and keys (Qwen3), one pass over both."""
-        if layer.q_norm is None:
+        if layer.q_norm is None or layer.k_norm is None:
             return qk
         normed = F.rms_norm(qk, (self.config.head_dim,), None, self.config.rms_norm_eps)
         normed[:, : self.config.num_heads].mul_(layer.q_norm)

@@ -15,7 +15,8 @@ from torch import Tensor
 from tlt_engine.models.config import ModelConfig
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
-WRONG_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.", "model.model.", "language_model.")
+WRONG_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.", "model.model.")
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")  # recomputed here
 SHOWN = 6  # names listed in an error before "and n more"
 
 
@@ -93,14 +94,15 @@ class Weights:
         """What loading tensors of these names and shapes would do, before anything changes.
 
         strict: every weight must come and nothing else, save that allow_unknown only reports unknown names (checkpoint
-        files). Not strict: a subset is fine and unknown names are reported. A set that matches no weight is refused. lm_head.weight of a tied model is known. ValueError lists every
-        unknown, missing and misshapen name.
+        files). Not strict: a subset is fine and unknown names are reported. A set that matches no weight is refused.
+        lm_head.weight of a tied model is known; buffers of old checkpoints (rotary inv_freq) are passed over.
+        ValueError lists every unknown, missing and misshapen name.
         """
         known = dict(self._views)
         if self._config.tie_word_embeddings:
             known[HEAD] = self.embed
         loaded = tuple(n for n in shapes if n in known)
-        unexpected = tuple(n for n in shapes if n not in known)
+        unexpected = tuple(n for n in shapes if n not in known and not n.endswith(IGNORED_SUFFIXES))
         present = set(shapes) | ({EMBED} if self._config.tie_word_embeddings and HEAD in shapes else set())
         missing = tuple(n for n in self._views if n not in present)
         misshapen = [
@@ -114,8 +116,10 @@ class Weights:
         if incomplete:
             problems.append(f"missing: {_listed(missing)}")
         if problems:
-            raise ValueError(f"weights: expected the {len(self._views)} names and shapes of this model, got "
-                             f"{'; '.join(problems)}. {self._remedy(unexpected, missing)} Nothing was changed.")
+            raise ValueError(
+                f"weights: expected the {len(self._views)} names and shapes of this model, got {'; '.join(problems)}; "
+                f"{self._remedy(unexpected, missing)} (nothing was changed)"
+            )
         return LoadReport(loaded, missing, unexpected)
 
     def load(self, mapping: Mapping[str, Tensor], *, strict: bool = True) -> LoadReport:
@@ -123,13 +127,15 @@ class Weights:
         changed. Values are copied, never aliased."""
         for name, value in mapping.items():
             if not isinstance(value, Tensor):
-                raise ValueError(f"weights: expected torch tensors, got {type(value).__name__} for {name}; convert it first")
+                got = f"{type(value).__name__} for {name}"
+                raise ValueError(f"weights: expected torch tensors, got {got}; convert it with torch.as_tensor")
         report = self.check({name: tuple(value.shape) for name, value in mapping.items()}, strict=strict)
         tied_pair = self._config.tie_word_embeddings and EMBED in mapping and HEAD in mapping
         if tied_pair and not _same(mapping[EMBED], mapping[HEAD]):
-            raise ValueError(f"weights: expected {HEAD} equal to {EMBED}, as this model's head is tied to its embedding, got "
-                             "different values; send only the embedding, or load the model with tie_word_embeddings=False. "
-                             "Nothing was changed.")
+            raise ValueError(
+                f"weights: expected {HEAD} equal to {EMBED}, as this model's head is tied to its embedding, got different "
+                "values; send only the embedding, or load the model with tie_word_embeddings=False. Nothing was changed."
+            )
         self.copy((name, mapping[name]) for name in report.loaded)
         return report
 
@@ -144,14 +150,14 @@ class Weights:
 
     def _remedy(self, unexpected: Sequence[str], missing: Sequence[str]) -> str:
         for prefix in WRONG_PREFIXES:
-            stripped = [n.replace(prefix, "model." if prefix == "model.model." else "") for n in unexpected]
-            if any(n in self._views for n in stripped):
-                return f"Remove the prefix {prefix!r} from the names."
+            kept = "model." if prefix == "model.model." else ""
+            if any(n.replace(prefix, kept) in self._views for n in unexpected if prefix in n):
+                return f"remove the prefix {prefix!r} from the names"
         if any(f"model.{n}" in self._views for n in unexpected):
-            return "Add the prefix 'model.' to the names: this looks like the state of the base model without its head."
+            return "add the prefix 'model.' to the names, which look like a base model's without its head"
         if HEAD in missing:
-            return f"{HEAD} is needed because tie_word_embeddings is false; set it true in the config if the head is tied."
-        return "Send Hugging Face names (model.named_weights lists them); strict=False accepts a subset."
+            return f"{HEAD} is needed as tie_word_embeddings is false; set it true in the config if the head is tied"
+        return "send Hugging Face names, as model.named_weights() lists them; strict=False accepts a subset"
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
