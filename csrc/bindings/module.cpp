@@ -9,5 +9,8 @@ PYBIND11_MODULE(_C, m) {
 #else
   m.attr("with_cuda") = false;
 #endif
+  bind_attention(m);
+  bind_kv(m);
   bind_noise(m);
+  bind_tree(m);
 }

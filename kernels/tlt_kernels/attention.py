@@ -79,7 +79,7 @@ def tree_attention(
         )
     if out is not None:
         check("out", out, q.dtype, {"R": rows, "Hq": heads, "D": dim}, q.device)
-    picked = choose("tree_attention", backend, q.device, cpu=("reference", "cpp"))
+    picked = choose("tree_attention", backend, q.device)
     if picked == "reference":
         result = reference.tree_attention(
             q, k_cache, v_cache, page_table, prefix_lens, node_indptr, ancestors, causal, positions, scale=scale,

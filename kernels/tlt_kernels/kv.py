@@ -45,7 +45,7 @@ def write_kv(
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         _check_dense(name, cache, 2)
     check("slots", slots, torch.int64, {"R": len(k)}, k_cache.device)
-    if choose("write_kv", backend, k_cache.device, cpu=("reference", "cpp")) == "reference":
+    if choose("write_kv", backend, k_cache.device) == "reference":
         reference.write_kv(k, v, k_cache, v_cache, slots)
         return
     size = k_cache.element_size()
@@ -76,7 +76,7 @@ def commit_kv(
     check("prefix_lens", prefix_lens, torch.int32, {"B": batch}, kv.device)
     check("walk.accept_lens", walk.accept_lens, torch.int32, {"B": batch}, kv.device)
     check("walk.paths", walk.paths, torch.int32, {"B": batch, "D": None}, kv.device)
-    if choose("commit_kv", backend, kv.device, cpu=("reference", "cpp")) == "reference":
+    if choose("commit_kv", backend, kv.device) == "reference":
         reference.commit_kv(kv, page_table, prefix_lens, walk)
         return
     layers, _, pages, page, heads, dim = kv.shape
@@ -99,7 +99,7 @@ def copy_pages(kv: Tensor, src: Tensor, dst: Tensor, *, backend: BackendName | N
     if kv.device.type == "cpu":
         check_range("src", src, 0, pages - 1)
         check_range("dst", dst, 0, pages - 1)
-    if choose("copy_pages", backend, kv.device, cpu=("reference", "cpp")) == "reference":
+    if choose("copy_pages", backend, kv.device) == "reference":
         reference.copy_pages(kv, src, dst)
         return
     extension().copy_pages(

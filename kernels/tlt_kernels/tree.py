@@ -37,7 +37,7 @@ def pack_trees(
     Raises ValueError for empty trees, more than 128 nodes in one, or a parent that does not stand before its child.
     """
     batch = _check_packed(tokens, parents, node_indptr, "node_indptr")
-    picked = choose("pack_trees", backend, tokens.device, cpu=("reference", "cpp"))
+    picked = choose("pack_trees", backend, tokens.device)
     if picked == "reference":
         _refuse_bad_trees(parents, node_indptr, "node_indptr", MAX_NODES)
         return reference.pack_trees(tokens, parents, node_indptr)
@@ -87,7 +87,7 @@ def tree_from_candidates(
         raise ValueError("scores: expected numbers, got NaN; fail the request whose logits hold it before drafting")
     if batch and (int(budgets.min()) < 1 or int(budgets.max()) > MAX_NODES):
         raise ValueError(f"budgets: expected 1 to {MAX_NODES} nodes with the root, got {budgets.tolist()}; lower them")
-    picked = choose("tree_from_candidates", backend, tokens.device, cpu=("reference", "cpp"))
+    picked = choose("tree_from_candidates", backend, tokens.device)
     if picked == "reference":
         _refuse_bad_trees(parents, cand_indptr, "cand_indptr", None)
         return reference.tree_from_candidates(tokens, parents, scores, cand_indptr, budgets)
@@ -110,7 +110,7 @@ def verify_tree(sampled: Tensor, trees: PackedTrees, *, backend: BackendName | N
     """
     batch = _check_packed(trees.tokens, trees.parents, trees.node_indptr, "trees.node_indptr")
     check("sampled", sampled, torch.int64, {"R": len(trees.tokens)}, trees.tokens.device)
-    if choose("verify_tree", backend, sampled.device, cpu=("reference", "cpp")) == "reference":
+    if choose("verify_tree", backend, sampled.device) == "reference":
         return reference.verify_tree(sampled, trees)
     steps = int(trees.depths.max()) + 1 if len(trees.depths) else 0
     accept_lens = torch.empty(batch, dtype=torch.int32)
