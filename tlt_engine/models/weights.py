@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -87,6 +88,24 @@ class Weights:
         yield "model.norm.weight", self.norm
         if not self._config.tie_word_embeddings:
             yield HEAD, self._head_master
+
+    @property
+    def bytes(self) -> int:
+        """Of all storages, a tied head counted once."""
+        owned = {view.untyped_storage().data_ptr(): view.untyped_storage().nbytes() for view in self._views.values()}
+        owned[self.head.untyped_storage().data_ptr()] = self.head.untyped_storage().nbytes()
+        return sum(owned.values())
+
+    @torch.no_grad()
+    def fingerprint(self) -> str:
+        """64 hex bits from 64 evenly spaced elements of every weight: tells different policies apart without reading
+        them whole. Not a checksum. Synchronises the device once."""
+        parts = []
+        for view in self._views.values():
+            at = torch.linspace(0, view.numel() - 1, min(64, view.numel()), device=view.device, dtype=torch.float64)
+            rows, columns = at.long() // view.shape[-1], at.long() % view.shape[-1]
+            parts.append(view.reshape(-1, view.shape[-1])[rows, columns].float())
+        return blake2b(torch.cat(parts).cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
     def check(
         self, shapes: Mapping[str, Sequence[int]], *, strict: bool = True, allow_unknown: bool = False

@@ -55,3 +55,24 @@ class DraftTree:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def clip_tree(tree: DraftTree, root: int, max_nodes: int, max_depth: int, vocab_size: int) -> DraftTree:
+    """The part of a proposed tree that a pass may run: nodes in order while the budget lasts, none deeper than
+    max_depth, none with a token the target does not have, no orphans. A tree within bounds is returned as it is."""
+    if tree.tokens[0] != root:
+        raise ValueError(
+            f"DraftTree.tokens[0]: expected the root {root}, the last committed token, got {tree.tokens[0]}; "
+            "build the tree from DraftContext.token_ids[-1]"
+        )
+    if len(tree) <= max_nodes and max(tree.depths) <= max_depth and min(tree.tokens) >= 0 and max(tree.tokens) < vocab_size:
+        return tree
+    new_index = {0: 0}
+    tokens, parents, depths = [root], [-1], tree.depths
+    for i in range(1, len(tree)):
+        fits = depths[i] <= max_depth and 0 <= tree.tokens[i] < vocab_size
+        if fits and tree.parents[i] in new_index and len(tokens) < max_nodes:
+            new_index[i] = len(tokens)
+            tokens.append(tree.tokens[i])
+            parents.append(new_index[tree.parents[i]])
+    return DraftTree(tuple(tokens), tuple(parents))

@@ -1,0 +1,50 @@
+"""From an EngineConfig to a model, a KV pool and static buffers. Run once, when the engine is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tlt_engine.config import EngineConfig, refuse
+from tlt_engine.engine.packing import StepBuffers
+from tlt_engine.kvcache.pages import PagePool
+from tlt_engine.kvcache.prefix import PrefixCache
+from tlt_engine.kvcache.storage import KVStorage
+from tlt_engine.models import LoadedModel, Transformer, load_model
+from tlt_engine.types import MAX_NODES
+
+DEFAULT_KV_BYTES = 2 * 2**30
+
+
+def build_model(source: Any, config: EngineConfig) -> LoadedModel:
+    if isinstance(source, LoadedModel):
+        return source
+    return load_model(
+        source, dtype=config.dtype, device=config.device, lm_head_dtype=config.lm_head_dtype,
+        max_model_len=config.max_model_len,
+    )
+
+
+def build_kv(config: EngineConfig, model: Transformer) -> tuple[PagePool, PrefixCache | None, KVStorage]:
+    """The pool is sized as EngineConfig says."""
+    c = model.config
+    page_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * model.dtype.itemsize * config.page_size
+    pages_each = -(-(model.max_model_len + config.speculation.profile.verify) // config.page_size)
+    pages = config.num_pages
+    if pages is None:
+        wanted = config.max_num_seqs * pages_each
+        budget = (config.kv_cache_bytes or DEFAULT_KV_BYTES) // page_bytes
+        pages = min(wanted, budget) if config.kv_cache_bytes is None else budget
+    if pages < 1:
+        raise refuse("EngineConfig.kv_cache_bytes", f"at least one page of {page_bytes} bytes", config.kv_cache_bytes, "raise it")
+    pool = PagePool(pages)
+    prefix = PrefixCache(pool, config.page_size) if config.enable_prefix_caching else None
+    return pool, prefix, model.new_kv(pages, config.page_size)
+
+
+def build_buffers(config: EngineConfig, tokens: int) -> StepBuffers:
+    """Rows for the prefill budget, for every sample's tree, and for scoring chains, which take the prefill budget once
+    more but never less than one row a sample."""
+    trees = config.max_num_seqs * config.speculation.profile.verify
+    rows = 2 * config.max_num_batched_tokens + trees + config.max_num_seqs
+    pages = -(-(tokens + MAX_NODES) // config.page_size)
+    return StepBuffers(rows, 2 * config.max_num_seqs, pages)

@@ -1,0 +1,363 @@
+"""RolloutEngine: what an external RL loop calls. The work of a step is in core.py.
+
+Nothing global is touched: not the caller's RNG, grad mode, default device or process group.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from tlt_engine.config import EngineConfig, SamplingParams, refuse
+from tlt_engine.engine.build import build_buffers, build_kv, build_model
+from tlt_engine.engine.core import EngineCore
+from tlt_engine.engine.intake import Intake
+from tlt_engine.engine.prompts import Prompt, as_prompt_list, check_ids, params_for_each
+from tlt_engine.engine.runner import ModelRunner
+from tlt_engine.engine.sample import Request, Sample
+from tlt_engine.engine.stops import Stop
+from tlt_engine.outputs import RequestOutput
+from tlt_engine.scheduler.scheduler import Scheduler
+from tlt_engine.speculation.drafter import Drafter
+from tlt_engine.speculation.model_free import ModelFreeDrafter
+
+
+class RolloutEngine:
+    """model: a Hugging Face folder, an in-memory transformers model (weights are copied), or a LoadedModel.
+    tokenizer: overrides the one found beside the model. drafter: required with SpeculationConfig(method="custom").
+
+    Thread-safe: calls from several threads interleave step by step. Bad input raises ValueError before anything
+    changes, and leaves the engine and its other requests unharmed."""
+
+    def __init__(
+        self, model: Any, config: EngineConfig | None = None, *, tokenizer: Any = None, drafter: Drafter | None = None
+    ) -> None:
+        self.config = config or EngineConfig()
+        spec = self.config.speculation
+        if (spec.method == "custom") != (drafter is not None):
+            raise refuse("drafter", "a Drafter exactly when SpeculationConfig.method is 'custom'", drafter,
+                         f"the method is {spec.method!r}")
+        loaded = build_model(model, self.config)
+        self.model, self.model_config = loaded.model, loaded.config
+        self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
+        self.eos_ids = frozenset(loaded.eos_ids)
+        self.max_model_len = self.model.max_model_len
+        self.vocab_limit = self._find_vocab_limit()
+        self._pool, self._prefix, kv = build_kv(self.config, self.model)
+        scheduler = Scheduler(
+            self._pool, self._prefix, page_size=self.config.page_size, max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens, max_model_len=self.max_model_len,
+        )
+        runner = ModelRunner(
+            self.model, kv, build_buffers(self.config, self.max_model_len), vocab_limit=self.vocab_limit,
+            eos_ids=self.eos_ids,
+        )
+        if spec.method == "model_free":
+            drafter = ModelFreeDrafter(spec)
+        self._core = EngineCore(scheduler, runner, drafter, spec, self._on_end)
+        self._intake = Intake(
+            vocab_size=self.model_config.vocab_size, max_model_len=self.max_model_len, tokenizer=self.tokenizer,
+            seed=self.config.seed, can_fit=scheduler.can_ever_fit,
+        )
+        self._lock = threading.RLock()
+        self._requests: dict[str, Request] = {}  # unfinished
+        self._ready: list[Request] = []  # ended requests of add_request that step() has not returned yet
+        self._finish_count = 0
+        self._auditing = 0
+        self._updates = 0
+        self._fingerprint = self.model.weights.fingerprint()
+
+    def _find_vocab_limit(self) -> int | None:
+        """Ids at or beyond the tokenizer's length are padding rows of the head: never emitted (cases E05)."""
+        if self.config.mask_padding_ids is False or (self.config.mask_padding_ids is None and self.tokenizer is None):
+            return None
+        if self.tokenizer is None:
+            raise refuse("EngineConfig.mask_padding_ids", "None or False (this engine has no tokenizer)", True,
+                         "pass tokenizer= to RolloutEngine")
+        size = len(self.tokenizer)
+        return size if size < self.model_config.vocab_size else None
+
+    # ---------------------------------------------------------------- rollouts
+
+    def generate(
+        self, prompts: Any, sampling_params: SamplingParams | Seq[SamplingParams] | None = None, *,
+        use_tqdm: bool = False, speculate: bool = True, token_quota: int | None = None,
+        group_ids: Seq[str] | None = None, prior_output_ids: Seq[Seq[int] | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Roll out all prompts to their ends and return one RequestOutput a prompt, in order.
+
+        prompts: a list (or a single one) of text, token ids, chat messages, {"prompt": text} or
+        {"prompt_token_ids": ids}. speculate=False decodes this call plainly: the same tokens, more passes.
+        token_quota: each sample pauses after that many new tokens (finish_reason "paused", see `resume`). The cut is the
+        same with and without speculation, unlike cuts by time or steps, which favour predictable responses.
+        group_ids: ties prompts together as siblings (default: equal prompt ids). prior_output_ids: for each prompt, ids
+        of a partial response that the caller sends back; they count as output for penalties and limits.
+        """
+        items = as_prompt_list(prompts)
+        params = params_for_each(sampling_params, len(items))
+        groups = _one_each("group_ids", group_ids, len(items))
+        priors = _one_each("prior_output_ids", prior_output_ids, len(items))
+        with self._lock:
+            requests = [
+                self._intake.request(
+                    item, p, name=f"prompts[{i}]", group_id=group, prior=prior, speculate=speculate,
+                    token_quota=token_quota,
+                )
+                for i, (item, p, group, prior) in enumerate(zip(items, params, groups, priors))
+            ]
+            self._queue(requests, owned_by_call=True)
+        return self._run_to_end(requests, use_tqdm)
+
+    def resume(
+        self, outputs: RequestOutput | Seq[RequestOutput], *, use_tqdm: bool = False, speculate: bool = True,
+        token_quota: int | None = None,
+    ) -> list[RequestOutput]:
+        """Continue paused outputs of this engine or another. Under unchanged weights the result is the uninterrupted
+        stream; under other weights the segment rises, so the cut leaks nothing into what follows. Outputs without a
+        paused sample come back as they are."""
+        listed = [outputs] if isinstance(outputs, RequestOutput) else list(outputs)
+        with self._lock:
+            restored = [
+                None if o.state is None
+                else self._intake.restore(o.state, self._weights, speculate=speculate, token_quota=token_quota)
+                for o in listed
+            ]
+            requests = [r for r in restored if r is not None]
+            self._queue(requests, owned_by_call=True, fresh=False)
+        finished = iter(self._run_to_end(requests, use_tqdm))
+        return [output if request is None else next(finished) for output, request in zip(listed, restored)]
+
+    def score(self, prompt_ids: Seq[int], output_ids: Seq[int], params: SamplingParams | None = None) -> list[float]:
+        """Teacher-forced log-probabilities (nats) of output_ids after prompt_ids, one a token, through the same pass and
+        the same processing as rollouts: of the processed distribution under `params` (default: temperature 1, no
+        filters), -inf where a filter bars the token."""
+        with self._lock:
+            given = tuple(check_ids(output_ids, self.model_config.vocab_size, "output_ids"))
+            forced = replace(
+                params or SamplingParams(), n=1, max_tokens=len(given), min_tokens=0, stop=None, seed=0, logprobs=None,
+                prompt_logprobs=None, logits_processor=None, raw_logprobs=False,
+            )
+            request = self._intake.request(prompt_ids, forced, name="prompt_ids", forced=given)
+            self._queue([request], owned_by_call=True, fresh=False)
+        output = self._run_to_end([request], use_tqdm=False)[0].outputs[0]
+        if output.finish_reason != "length":
+            raise RuntimeError(f"score: ended early ({output.finish_reason}: {output.stop_reason}); call it again")
+        return output.sampled_logprobs
+
+    # ---------------------------------------------------------------- the caller's own loop
+
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None,
+        group_id: str | None = None, prior_output_ids: Seq[int] | None = None, speculate: bool = True,
+        token_quota: int | None = None,
+    ) -> str:
+        """Queue one prompt; `step` returns its output once all its samples have ended. Returns the request's id."""
+        with self._lock:
+            if request_id is not None and request_id in self._requests:
+                raise refuse("request_id", "an id that is not in flight", request_id, "abort it first, or choose another")
+            request = self._intake.request(
+                prompt, sampling_params or SamplingParams(), request_id=request_id, group_id=group_id,
+                prior=prior_output_ids, speculate=speculate, token_quota=token_quota,
+            )
+            self._queue([request], owned_by_call=False)
+            return request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """One target pass over everything that runs. Returns the requests of `add_request` that have ended."""
+        with self._lock:
+            self._step()
+            ready, self._ready = self._ready, []
+            return [request.to_output(self._weights) for request in ready]
+
+    def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """End requests now with finish_reason "abort" and return what they have. Ids that are not in flight are ignored:
+        a request may just have ended."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        with self._lock:
+            requests = [r for i in ids if (r := self._requests.get(i)) is not None]
+            for request in requests:
+                self._abort(request)
+            return [request.to_output(self._weights) for request in requests]
+
+    def has_unfinished(self) -> bool:
+        with self._lock:
+            return bool(self._core.samples or self._ready)
+
+    @property
+    def num_running(self) -> int:
+        """Samples that hold KV pages now."""
+        return len(self._core.scheduler.running) + len(self._core.scheduler.prefilling)
+
+    # ---------------------------------------------------------------- weights and upkeep
+
+    @property
+    def weight_version(self) -> str:
+        return self._core.version
+
+    @property
+    def _weights(self) -> str:
+        """Identity of the weights: the caller's label and a fingerprint, so that equal labels in two engines do not hide
+        different weights."""
+        return f"{self._core.version}:{self._fingerprint}"
+
+    def update_weights(self, weights: Any, *, weight_version: str | int | None = None) -> None:
+        """Copy new target weights in place: a mapping or pairs of (Hugging Face name, tensor), validated whole before
+        anything changes. Requests in flight keep their tokens, have their KV recomputed under the new weights, and go on
+        in a new noise segment. weight_version labels later tokens; default: a count."""
+        with self._lock:
+            self.model.load_weights(dict(weights))
+            core = self._core
+            core.version = str(weight_version) if weight_version is not None else _count_up(core.version)
+            self._updates += 1
+            self._fingerprint = self.model.weights.fingerprint()
+            core.scheduler.set_version(self._updates)
+            core.scheduler.recompute_all()
+            for sample in list(core.samples.values()):
+                if sample.internal:
+                    core.end(sample, Stop("abort", "the weights changed meanwhile"))
+                elif sample.output.token_ids:
+                    sample.seq.segment += 1
+
+    def reset_prefix_cache(self) -> None:
+        with self._lock:
+            if self._prefix is not None:
+                self._prefix.reset()
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the engine was built, and bytes by owner. Names are explained in engine/counters.py."""
+        with self._lock:
+            core = self._core
+            return core.counters.as_dict() | {
+                "preemptions": core.scheduler.stats.preemptions,
+                "prefix_hit_tokens": core.scheduler.stats.prefix_hit_tokens,
+                "forks": core.scheduler.stats.forks,
+                "pages": {"total": self._pool.total, "free": self._pool.free, "idle": self._pool.idle, "used": self._pool.used},
+                "weight_version": core.version,
+                "memory": {
+                    "weights": self.model.weights.bytes,
+                    "kv": core.runner.kv.bytes,
+                    "buffers": core.runner.buffers.bytes,
+                    "drafter": 0 if core.drafter is None else core.drafter.memory_bytes(),
+                },
+            }
+
+    def check_integrity(self) -> None:
+        """Assert the engine's own invariants; with nothing in flight no page may be in use."""
+        with self._lock:
+            scheduler = self._core.scheduler
+            scheduler.check_integrity()
+            scheduled = {s.seq_id for s in (*scheduler.running, *scheduler.prefilling, *scheduler.waiting)}
+            assert set(self._core.samples) == scheduled, f"samples {set(self._core.samples)} != scheduled {scheduled}"
+            if not scheduled:
+                assert self._pool.used == 0, f"nothing in flight, yet pages in use: {self._pool.used} != 0"
+
+    def next_logits(self, token_ids: Seq[int]) -> Tensor:
+        """fp32 [V]: the target's unmodified logits after token_ids, in one plain pass outside the KV pool. For checks."""
+        from tlt_engine.engine.equality import plain_logits
+
+        return plain_logits(self.model, check_ids(token_ids, self.model_config.vocab_size, "token_ids"))
+
+    # ---------------------------------------------------------------- inside
+
+    def _queue(self, requests: Seq[Request], *, owned_by_call: bool, fresh: bool = True) -> None:
+        if fresh:
+            self._intake.separate_equal_entries(requests, self._weights)
+        for request in requests:
+            request.owned_by_call = owned_by_call
+            self._requests[request.request_id] = request
+            for sample in request.samples:
+                if not sample.ended:
+                    self._core.add(sample)
+
+    def _step(self) -> None:
+        if not self._core.step() and self._core.samples:
+            raise RuntimeError(
+                f"the scheduler ran nothing with {len(self._core.samples)} unfinished samples "
+                f"({self.num_running} holding pages, {self._pool.free} of {self._pool.total} pages free)"
+            )
+
+    def _on_end(self, sample: Sample) -> None:
+        out, params = sample.output, sample.request.params
+        if sample.audit_of is not None:
+            self._auditing -= 1
+            if out.finish_reason != "abort":
+                self._core.counters.audit_checked += 1
+                self._core.counters.audit_differing += out.token_ids != sample.audit_of.output.token_ids
+            return
+        if sample.text is None and self.tokenizer is not None and params.detokenize and sample.forced is None:
+            out.text = self.tokenizer.decode(out.token_ids, skip_special_tokens=params.skip_special_tokens)
+        if sample.forced is None:
+            finished = self._core.counters.finished
+            finished[out.finish_reason or ""] = finished.get(out.finish_reason or "", 0) + 1
+            if out.finish_reason != "paused":
+                out.finish_order = self._finish_count
+                self._finish_count += 1
+            if self._audited(sample):
+                self._auditing += 1
+                self._core.add(self._intake.audit(sample))
+        request = sample.request
+        if request.ended and self._requests.pop(request.request_id, None) is not None and not request.owned_by_call:
+            self._ready.append(request)
+
+    def _audited(self, sample: Sample) -> bool:
+        share = self.config.speculation.audit
+        if share <= 0 or not sample.seq.speculate or sample.output.finish_reason not in ("stop", "length"):
+            return False
+        if [span.version for span in sample.output.weight_versions] != [self._core.version]:
+            return False  # its first tokens came from other weights: a second run could not be equal
+        return random.Random(sample.seq.key ^ sample.seq.sample).random() < share
+
+    def _abort(self, request: Request) -> None:
+        self._requests.pop(request.request_id, None)
+        for sample in request.samples:
+            if not sample.ended:
+                self._core.end(sample, Stop("abort"))
+
+    def _run_to_end(self, requests: Seq[Request], use_tqdm: bool) -> list[RequestOutput]:
+        bar = _progress_bar(requests) if use_tqdm else None
+        try:
+            while True:
+                with self._lock:
+                    if all(r.ended for r in requests) and not self._auditing:
+                        return [r.to_output(self._weights) for r in requests]
+                    self._step()
+                if bar is not None:
+                    bar.n = sum(s.ended for r in requests for s in r.samples)
+                    bar.refresh()
+        except BaseException:  # Ctrl-C too: what this call started ends with it, and the engine stays usable
+            with self._lock:
+                for request in requests:
+                    self._abort(request)
+                for sample in list(self._core.samples.values()):
+                    if sample.audit_of is not None and sample.request in requests:
+                        self._core.end(sample, Stop("abort"))
+            raise
+        finally:
+            if bar is not None:
+                bar.close()
+
+
+def _one_each(name: str, given: Seq[Any] | None, count: int) -> Seq[Any]:
+    if given is None:
+        return [None] * count
+    if len(given) != count:
+        raise refuse(name, f"one entry a prompt ({count})", len(given), "match the lengths")
+    return given
+
+
+def _count_up(version: str) -> str:
+    return str(int(version) + 1) if version.isdigit() else f"{version}+1"
+
+
+def _progress_bar(requests: Seq[Request]) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(total=sum(len(r.samples) for r in requests), desc="samples", unit="sample")
+
+

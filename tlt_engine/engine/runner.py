@@ -1,0 +1,177 @@
+"""One target pass: pack, forward, sample, walk, commit KV. Knows models and ops; knows no stops and no outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tlt_kernels import (
+    NoiseIds,
+    RowParams,
+    SampleResult,
+    commit_kv,
+    copy_pages,
+    process_logits,
+    sample,
+    verify_tree,
+)
+from torch import Tensor
+
+from tlt_engine.engine.packing import PackedStep, StepBuffers, noise_ids, pack_step, row_params
+from tlt_engine.engine.sample import Sample, stop_ids
+from tlt_engine.kvcache.storage import KVStorage
+from tlt_engine.models import Transformer
+from tlt_engine.outputs import Logprob
+from tlt_engine.scheduler.sequence import Batch, Chunk
+from tlt_engine.speculation.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What one decode's pass emitted, in order; the last token is the bonus token. A token of -1 means that its row
+    had no valid distribution."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    raw: list[float] | None
+    top: list[dict[int, Logprob]] | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    emitted: list[Emitted]
+    prompt_logits: list[tuple[Chunk, Tensor]]  # logits [count, V] of the chunks that asked
+
+
+class ModelRunner:
+    def __init__(
+        self, model: Transformer, kv: KVStorage, buffers: StepBuffers, *, vocab_limit: int | None, eos_ids: Seq[int]
+    ) -> None:
+        self.model, self.kv, self.buffers = model, kv, buffers
+        self.vocab_limit, self.eos_ids = vocab_limit, eos_ids
+        self.page_size = kv.page_size
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, trees: Seq[DraftTree], samples: Seq[Sample]) -> StepResult:
+        """trees[i] and samples[i] belong to batch.decodes[i]."""
+        if batch.copies:
+            source, destination = zip(*batch.copies)
+            copy_pages(self.kv.data, torch.tensor(source), torch.tensor(destination))
+        packed = pack_step(batch, trees, self.buffers, self.page_size)
+        logits = self.model.forward(packed.inputs, self.kv).logits
+        emitted = self._verify(packed, logits[: packed.decode_rows], trees, samples) if trees else []
+        return StepResult(emitted, [(chunk, logits[rows]) for chunk, rows in packed.prompt_rows])
+
+    def _verify(
+        self, packed: PackedStep, logits: Tensor, trees: Seq[DraftTree], samples: Seq[Sample]
+    ) -> list[Emitted]:
+        ids = noise_ids([s.seq for s in samples], packed)
+        params = row_params(samples, packed, self.eos_ids, self.model.config.vocab_size)
+        want_raw = any(s.request.params.raw_logprobs for s in samples)
+        result = sample(logits, ids, params, vocab_limit=self.vocab_limit, want_raw=want_raw)
+        starts = np.cumsum(packed.nodes) - packed.nodes
+        if any(s.forced is not None for s in samples):
+            result = self._force(result, logits, ids, params, trees, samples, starts, want_raw)
+        for i, s in enumerate(samples):
+            if s.request.params.logits_processor is not None:
+                self._walk_with_processor(s, trees[i], int(starts[i]), logits, ids, params, result)
+
+        walk = verify_tree(result.tokens, packed.trees)
+        decodes = len(samples)
+        commit_kv(self.kv.data, packed.inputs.page_table[:decodes], packed.inputs.prefix_lens[:decodes], walk)
+        return self._collect(packed, logits, params, samples, result, walk.accept_lens.tolist(), walk.paths, walk.tokens)
+
+    def _force(
+        self, drawn: SampleResult, logits: Tensor, ids: NoiseIds, params: RowParams, trees: Seq[DraftTree],
+        samples: Seq[Sample], starts: np.ndarray, want_raw: bool,
+    ) -> SampleResult:
+        """`score`: at a row of a forced sample the token is given. Its tree is the chain of the given tokens, so the
+        walk accepts all of it."""
+        tokens = drawn.tokens.clone()
+        for s, tree, start in zip(samples, trees, starts):
+            if s.forced is not None:
+                done = len(s.output.token_ids)
+                given = s.forced[done : done + len(tree)]
+                tokens[start : start + len(given)] = torch.tensor(given)
+        return sample(logits, ids, params, vocab_limit=self.vocab_limit, forced=tokens, want_raw=want_raw)
+
+    def _walk_with_processor(
+        self, s: Sample, tree: DraftTree, start: int, logits: Tensor, ids: NoiseIds, params: RowParams,
+        result: SampleResult,
+    ) -> None:
+        """Walk this tree on the host, calling the processor with committed prefixes only, and write what it draws into
+        `result` at the rows of the path: the batch's walk then takes the same path."""
+        processor = s.request.params.logits_processor
+        assert processor is not None
+        prefix = list(s.output.token_ids)
+        node: int | None = 0
+        budget = s.seq.room
+        ends = stop_ids(s.request.params, self.eos_ids)
+        while node is not None and budget > 0:
+            row = start + node
+            changed = logits.clone()
+            changed[row] = processor(tuple(prefix), logits[row].float().clone()).to(logits.dtype)
+            drawn = sample(changed, ids, params, vocab_limit=self.vocab_limit)
+            token = int(drawn.tokens[row])
+            result.tokens[row], result.logprobs[row] = token, drawn.logprobs[row]
+            prefix.append(token)
+            budget -= 1
+            if token in ends:
+                return
+            node = next((i for i in range(1, len(tree)) if tree.parents[i] == node and tree.tokens[i] == token), None)
+
+    def _collect(
+        self, packed: PackedStep, logits: Tensor, params: RowParams, samples: Seq[Sample], result: SampleResult,
+        lens: list[int], paths: Tensor, tokens: Tensor,
+    ) -> list[Emitted]:
+        starts = torch.from_numpy(np.cumsum(packed.nodes) - packed.nodes)
+        rows = paths.long().clamp_min(0) + starts[:, None]
+        logprobs = result.logprobs[rows].tolist()
+        raw = result.raw_logprobs[rows].tolist() if result.raw_logprobs is not None else None
+        wants_top = [s.request.params.logprobs for s in samples]
+        processed = None
+        if any(n is not None and n > 0 for n in wants_top):
+            processed = process_logits(logits, params, vocab_limit=self.vocab_limit)
+        emitted = []
+        for i, (s, n, row_tokens) in enumerate(zip(samples, lens, tokens.tolist())):
+            top = None
+            if wants_top[i] is not None:
+                top = top_logprobs(
+                    None if processed is None else processed[rows[i, :n]], row_tokens[:n], logprobs[i][:n], wants_top[i]
+                )
+            keep_raw = raw[i][:n] if raw is not None and s.request.params.raw_logprobs else None
+            emitted.append(Emitted(row_tokens[:n], logprobs[i][:n], keep_raw, top))
+        return emitted
+
+
+def top_logprobs(
+    scores: Tensor | None, tokens: Seq[int], logprobs: Seq[float], count: int
+) -> list[dict[int, Logprob]]:
+    """For each position {id: Logprob}: the sampled token first, then the `count` most likely ones that survive the
+    filters. scores [n, V]: unnormalised, -inf = filtered."""
+    if scores is None or count == 0:
+        return [{t: Logprob(lp)} for t, lp in zip(tokens, logprobs)]
+    normal = torch.log_softmax(scores.float(), dim=-1)
+    best = torch.topk(normal, min(count, normal.shape[-1]), dim=-1)
+    entries = []
+    for row, token, lp in zip(range(len(tokens)), tokens, logprobs):
+        rank = int((normal[row] > normal[row, max(token, 0)]).sum()) + 1
+        entry = {token: Logprob(lp, rank)}
+        ranked = zip(best.indices[row].tolist(), best.values[row].tolist())
+        for position, (other, value) in enumerate(ranked, start=1):
+            if value > float("-inf"):
+                entry.setdefault(other, Logprob(value, position))
+        entries.append(entry)
+    return entries
+
+
+def prompt_logprobs(logits: Tensor, targets: Seq[int], count: int) -> list[dict[int, Logprob]]:
+    """Log-probabilities of the prompt's own tokens: of the unmodified logits [n, V] at temperature 1, as in vLLM."""
+    normal = torch.log_softmax(logits.float(), dim=-1)
+    values = normal[torch.arange(len(targets)), torch.tensor(targets)].tolist()
+    ranks = ((normal > torch.tensor(values)[:, None]).sum(dim=-1) + 1).tolist()
+    if count == 0:
+        return [{t: Logprob(lp, rank)} for t, lp, rank in zip(targets, values, ranks)]
+    return top_logprobs(normal, targets, values, count)

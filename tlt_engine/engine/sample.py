@@ -1,0 +1,118 @@
+"""A request and its samples while they run: what has been emitted, and why it ended. Knows no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from tlt_engine.config import SamplingParams
+from tlt_engine.engine.text import IncrementalText
+from tlt_engine.outputs import (
+    CompletionOutput,
+    Logprob,
+    NoiseIdentity,
+    RequestOutput,
+    ResumeState,
+    SampleState,
+    WeightSpan,
+)
+from tlt_engine.scheduler.sequence import Sequence
+
+
+@dataclass(eq=False)
+class Sample:
+    """One sample: its scheduler sequence and its output so far.
+
+    forced: for `score`, the output ids whose log-probabilities are wanted; they are emitted instead of draws.
+    quota_end: length of seq.token_ids at which it pauses. audit_of: the sample that this one re-decodes.
+    """
+
+    request: Request
+    seq: Sequence
+    output: CompletionOutput
+    text: IncrementalText | None = None
+    forced: tuple[int, ...] | None = None
+    quota_end: int | None = None
+    audit_of: Sample | None = None
+    stop_floor: int = 0  # stop strings match only text at or after this character
+
+    @property
+    def ended(self) -> bool:
+        return self.output.finish_reason is not None
+
+    @property
+    def noise(self) -> NoiseIdentity:
+        return NoiseIdentity(self.seq.key, self.seq.sample, self.seq.segment)
+
+    @property
+    def internal(self) -> bool:
+        """Not part of any output that a caller sees: a scoring or auditing sample."""
+        return self.forced is not None or self.audit_of is not None
+
+    @property
+    def new_start(self) -> int:
+        """Index in seq.token_ids of the first token of this output (after the prompt and prior_output_ids)."""
+        return self.seq.prompt_len + self.request.prior_len
+
+    def append(self, token: int, logprob: float, raw: float | None, top: dict[int, Logprob] | None, version: str) -> None:
+        self.seq.token_ids.append(token)
+        out = self.output
+        out.token_ids.append(token)
+        out.sampled_logprobs.append(logprob)
+        if out.raw_logprobs is not None and raw is not None:
+            out.raw_logprobs.append(raw)
+        if out.logprobs is not None and top is not None:
+            out.logprobs.append(top)
+        end = len(out.token_ids)
+        spans = out.weight_versions
+        if spans and spans[-1].version == version:
+            spans[-1] = WeightSpan(version, spans[-1].start, end)
+        else:
+            spans.append(WeightSpan(version, end - 1, end))
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and its n samples. prior_len: how many ids of `prior_output_ids` follow the prompt in each sequence."""
+
+    request_id: str
+    group: str
+    prompt: str | None
+    prompt_ids: list[int]
+    prior_len: int
+    params: SamplingParams
+    samples: list[Sample] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    owned_by_call: bool = False  # a generate() call collects it; step() does not return it
+
+    @property
+    def ended(self) -> bool:
+        return all(sample.ended for sample in self.samples)
+
+    def to_output(self, weights: str) -> RequestOutput:
+        outputs = [sample.output for sample in self.samples]
+        paused = any(out.finish_reason == "paused" for out in outputs)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=list(self.prompt_ids),
+            outputs=outputs,
+            finished=self.ended and not paused,
+            group_id=self.group,
+            prompt_logprobs=self.prompt_logprobs,
+            state=self._resume_state(weights) if paused else None,
+        )
+
+    def _resume_state(self, weights: str) -> ResumeState:
+        states = tuple(
+            SampleState(s.noise, weights, tuple(s.seq.token_ids), s.output)
+            for s in self.samples
+        )
+        return ResumeState(
+            self.request_id, self.group, self.prompt, tuple(self.prompt_ids), self.prior_len, self.params, states
+        )
+
+
+def stop_ids(params: SamplingParams, eos_ids: Seq[int]) -> frozenset[int]:
+    """Ids that end the output, and that min_tokens bars."""
+    return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
