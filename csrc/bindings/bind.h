@@ -9,6 +9,7 @@ void bind_attention(py::module_& m);
 void bind_kv(py::module_& m);
 void bind_noise(py::module_& m);
 void bind_tree(py::module_& m);
+void bind_suffix(py::module_& m);
 
 // Addresses travel as integers: no tensor type crosses the border.
 template <typename T>

@@ -13,4 +13,5 @@ PYBIND11_MODULE(_C, m) {
   bind_kv(m);
   bind_noise(m);
   bind_tree(m);
+  bind_suffix(m);
 }

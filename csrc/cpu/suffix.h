@@ -1,0 +1,123 @@
+// The model-free drafter's memory: a suffix automaton for each prompt, over the prompt, its running samples and earlier
+// rollouts, and the draft trees read off it. Knows neither logits nor the engine: a proposal is a guess.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <list>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "cpu/suffix_automaton.h"
+
+namespace tlt {
+
+// Chance that the next token is none of those seen after a context: PPM's escape, learned online for contexts alike
+// ("secondary escape estimation", Shkarin 2002). Alike: suffix length, occurrences, distinct continuations, and whether
+// a longer context has failed already. Starts at PPM-C's distinct / (occurrences + distinct).
+class Escapes {
+ public:
+  Escapes();
+  static int32_t cell(int32_t length, int32_t total, int32_t distinct, bool failed);
+  float chance(int32_t cell) const { return escaped_[cell] / seen_[cell]; }
+  void learn(int32_t cell, bool escaped);
+
+ private:
+  static constexpr int32_t kCells = 8 * 6 * 4 * 2;
+  std::array<float, kCells> escaped_, seen_;
+};
+
+struct Tuning {
+  float sharpness;     // beta: chance of a child = softmax(beta * (log q + g)) over the candidates and the escape
+  float unseen_noise;  // the g that the unseen tokens' best is taken to have
+};
+
+// One row of `propose`: all int64, so that Python can build the table from one flat list.
+struct DraftRequest {
+  int64_t sample;     // handle
+  int64_t key;        // noise identity
+  int64_t position;   // of a token drawn at the root
+  int64_t index;      // sample index
+  int64_t segment;
+  int64_t greedy;     // 1: no noise
+  int64_t barred;     // stop ids may not be drawn at the first `barred` levels
+  int64_t max_nodes;  // root included
+  int64_t max_depth;
+  int64_t top_k;
+};
+
+class SuffixPool {
+ public:
+  SuffixPool(int64_t byte_budget, Tuning tuning) : budget_(byte_budget), tuning_(tuning) {}
+
+  // A new sample of the prompt whose text group is `key`. stops: ids with nothing behind them; allowed: the only ids to
+  // propose (empty: all). Both sorted here. Returns a handle.
+  int64_t open(const std::string& key, const int64_t* prompt, int64_t prompt_len, const int64_t* stops,
+               int64_t num_stops, const int64_t* allowed, int64_t num_allowed);
+  // Append tokens[indptr[i] : indptr[i + 1]] to sample handles[i]; then drop text over the budget.
+  void append(const int64_t* handles, const int64_t* indptr, int64_t count, const int64_t* tokens);
+  // The trees, packed in order of the requests: node 0 of each is a placeholder (token -1, parent -1, chance 1) for the
+  // root. Outputs have room for the sum of max_nodes. indptr [count + 1].
+  void propose(const DraftRequest* requests, int64_t count, double min_chance, int64_t* indptr, int64_t* tokens,
+               int64_t* parents, double* chances);
+  // The sample has ended: its text stays, its handle does not.
+  void close(int64_t handle);
+
+  int64_t bytes() const { return used_; }
+  int64_t groups() const { return static_cast<int64_t>(index_.size()); }
+  int64_t samples() const { return static_cast<int64_t>(samples_.size()); }
+  // Occurrences of `tokens` in the text of group `key`, at most SuffixAutomaton::kCounted of them; -1: no such group.
+  int64_t occurrences(const std::string& key, const int64_t* tokens, int64_t count) const;
+
+ private:
+  struct Group {
+    std::string key;
+    SuffixAutomaton text;
+    SuffixAutomaton::Cursor prompt_end;
+    int64_t live = 0;
+    int64_t resets = 0;
+  };
+  using GroupRef = std::list<Group>::iterator;
+  struct Sample {
+    GroupRef group;
+    SuffixAutomaton::Cursor cursor;
+    int64_t resets;  // the group's when the cursor was valid
+    std::vector<uint32_t> stops, allowed;
+  };
+  struct Candidate {
+    uint32_t token;
+    int32_t state, length;  // class and length of the matched context once the token is appended
+    float chance;           // first q, then the share that wins given the noise
+  };
+  struct Node {
+    double chance;  // of the whole path
+    int32_t parent, depth;
+    uint32_t token;
+    int32_t state, length;
+    bool operator<(const Node& other) const { return chance < other.chance; }
+  };
+
+  Sample& sample(int64_t handle);
+  void touch(GroupRef group) { groups_.splice(groups_.begin(), groups_, group); }
+  static int64_t size_of(const Group& group);
+  void enforce_budget();
+  void learn(const SuffixAutomaton& text, const SuffixAutomaton::Cursor& cursor, uint32_t token);
+  float predict(const SuffixAutomaton& text, int32_t state, int32_t length);
+  void weigh(const DraftRequest& request, int32_t depth, float escape);
+  void expand(const DraftRequest& request, const Sample& from, const Node& node, int32_t index, double min_chance);
+
+  int64_t budget_;
+  int64_t used_ = 0;  // sum of size_of over all groups
+  Tuning tuning_;
+  Escapes escapes_;
+  std::list<Group> groups_;  // most recently used first
+  std::unordered_map<std::string, GroupRef> index_;
+  std::unordered_map<int64_t, Sample> samples_;
+  int64_t next_handle_ = 1;
+  std::vector<Candidate> candidates_;  // scratch of one prediction
+  std::vector<Node> heap_;             // scratch of one tree
+  mutable std::mutex mutex_;           // calls come with the GIL released
+};
+
+}  // namespace tlt
