@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tlt_engine.cli.rollout import Rollouts
-from tlt_engine.config import SamplingParams, refuse
-from tlt_engine.rng import noise_key
+from tlt_engine.config import SamplingParams
 
 if TYPE_CHECKING:
     from tlt_engine.engine.engine import RolloutEngine
@@ -17,19 +16,10 @@ if TYPE_CHECKING:
 def compare(
     engine: RolloutEngine, plain: Rollouts, other: Rollouts, params: Sequence[SamplingParams]
 ) -> Equality:
-    """params: one a prompt, each with a seed. engine: the one that made `plain`."""
-    from tlt_engine.engine.equality import Draw, compare_runs
+    """params: one a prompt. engine: the one that made `plain`."""
+    from tlt_engine.engine.equality import compare_runs
 
-    draws = []
-    for output, p in zip(plain.outputs, params, strict=True):
-        if p.seed is None:
-            raise refuse("seed", "a seed, so that both runs draw the same noise", None, "pass --seed")
-        ids = output.prompt_token_ids
-        key = noise_key(p.seed, ids)
-        draws.append([Draw(key, p.sample_index + s.index, 0, ids, len(ids)) for s in output.outputs])
-    return compare_runs(
-        engine.model, plain.outputs, other.outputs, params, draws, vocab_limit=engine.vocab_limit
-    )
+    return compare_runs(engine.model, plain.outputs, other.outputs, params, vocab_limit=engine.vocab_limit)
 
 
 def verdict(equality: Equality) -> str:

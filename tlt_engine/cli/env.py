@@ -24,8 +24,7 @@ def run(*, as_json: bool) -> None:
         show.print_json(report)
         return
     for title, section in report.items():
-        rows = [[key, "–" if value is None else str(value)] for key, value in section.items()]
-        show.print_table(title, ("", ""), rows)
+        show.print_pairs(title, {key: "–" if value is None else str(value) for key, value in section.items()})
 
 
 def collect() -> dict[str, dict[str, Any]]:

@@ -22,7 +22,7 @@ def draw(path: Path, title: str, plain: Rollouts, speculative: Rollouts, max_tok
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    style = {"font.size": 10, "axes.edgecolor": INK, "axes.spines.top": False, "axes.spines.right": False}
+    style: Any = {"font.size": 10, "axes.edgecolor": INK, "axes.spines.top": False, "axes.spines.right": False}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(13.5, 4.3), dpi=130, layout="constrained")
         FigureCanvasAgg(figure)

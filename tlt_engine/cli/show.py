@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -29,6 +30,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     for row in rows:
         table.add_row(*row)
     Console().print(table)
+
+
+def print_pairs(title: str, pairs: Mapping[str, str]) -> None:
+    grid = Table.grid(padding=(0, 3, 0, 2))
+    for key, value in pairs.items():
+        grid.add_row(key, escape(value))
+    Console().print(f"[bold]{title}[/bold]", grid, highlight=False)
 
 
 def say(text: str) -> None:
