@@ -79,13 +79,20 @@ def tree_attention(
         )
     if out is not None:
         check("out", out, q.dtype, {"R": rows, "Hq": heads, "D": dim}, q.device)
-    picked = choose("tree_attention", backend, q.device)
+    picked = choose("tree_attention", backend, q.device, cuda=("triton", "reference"))
     if picked == "reference":
         result = reference.tree_attention(
             q, k_cache, v_cache, page_table, prefix_lens, node_indptr, ancestors, causal, positions, scale=scale,
             window=window,
         )
         return result if out is None else out.copy_(result)
+    if picked == "triton":
+        from tlt_kernels.triton import attention as triton_backend  # Triton is an optional extra
+
+        return triton_backend.tree_attention(
+            q, k_cache, v_cache, page_table, prefix_lens, node_indptr, ancestors, causal, positions, scale=scale,
+            window=window, out=out,
+        )
     out = torch.empty(rows, heads, dim, dtype=q.dtype) if out is None else out
     extension().tree_attention(
         DTYPE_CODES[q.dtype], q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.shape[:3],

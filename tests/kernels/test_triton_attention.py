@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 @pytest.mark.slow
 def test_kernels_under_the_interpreter() -> None:
     tests = Path(__file__).with_name("triton_attention_interpreted.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tests)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(tests)]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     ran = subprocess.run(
         command, env=clean | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280,

@@ -3,20 +3,25 @@ process that has TRITON_INTERPRET=1 before triton is imported. Shapes are tiny: 
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from triton_attention_cases import Case, make_case
-
+from tlt_kernels.attention import tree_attention
 from tlt_kernels.reference.attention import tree_attention as reference
 from tlt_kernels.triton import attention as host
 from tlt_kernels.triton.attention import Geometry, Step, Tiling, TreeAttention
+
+from tests.kernels.attention_cases import Case, make_case
 
 # fp32: two sums of at most 300 products in another order. fp16: the weights are rounded to 2^-11 before P @ V.
 BOUND = {torch.float32: 2e-5, torch.float16: 4e-3}
 SMALL = Tiling(block_n=16, warps=4, stages=2, programs=1, min_blocks=1)
 
 
-def planned(case: Case, window: int = 0, multiprocessors: int = 8, tiling: Tiling | None = SMALL) -> tuple[TreeAttention, Step]:
+def planned(
+    case: Case, window: int = 0, multiprocessors: int = 8, tiling: Tiling | None = SMALL
+) -> tuple[TreeAttention, Step]:
     rows, heads, dim = case.q.shape
     _, page, kv_heads, _ = case.k_cache.shape
     attention = TreeAttention(
@@ -110,7 +115,7 @@ def test_the_schedule_covers_every_block_once_and_fits_its_slots() -> None:
             seen = prefix + (first_node + nodes if causal else n)
             assert {(item[0], item[1], item[4]) for item in own} == {(b, first_node, splits)}
             assert own[0][2] == 0 and own[-1][3] == -(-seen // step.tiling.block_n)
-            assert all(a[3] == c[2] for a, c in zip(own, own[1:]))
+            assert all(a[3] == c[2] for a, c in itertools.pairwise(own))
 
 
 def test_a_second_step_in_the_same_workspace_leaves_nothing_behind() -> None:
@@ -122,6 +127,15 @@ def test_a_second_step_in_the_same_workspace_leaves_nothing_behind() -> None:
     out = attention.run(step, short.q, short.k_cache, short.v_cache, scale=short.scale)
     expected = reference(short.q, short.k_cache, short.v_cache, **short.step, scale=short.scale)
     assert float((out - expected).abs().max()) < BOUND[torch.float32]
+
+
+def test_the_public_op_takes_it_as_a_backend() -> None:
+    case = make_case(MIXED, heads=6, kv_heads=2, head_dim=16, page=16)
+    out, wanted = (
+        tree_attention(case.q, case.k_cache, case.v_cache, **case.step, scale=case.scale, window=30, backend=backend)
+        for backend in ("triton", "reference")
+    )
+    assert float((out - wanted).abs().max()) < BOUND[torch.float32]
 
 
 # The bounds above can fail: each of these breaks one thing that a kernel could get wrong.
@@ -143,7 +157,7 @@ def test_sibling_breaks_the_merge(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class WithoutMaxima:
         def __getitem__(self, grid: tuple[int, ...]) -> object:
-            def launch(tiles: torch.Tensor, parts: torch.Tensor, stats: torch.Tensor, *rest: object, **sizes: object) -> None:
+            def launch(tiles: object, parts: object, stats: torch.Tensor, *rest: object, **sizes: object) -> None:
                 stats.view(-1, 2, sizes["BLOCK_M"])[:, 0] = 0.0  # type: ignore[call-overload]
                 merge[grid](tiles, parts, stats, *rest, **sizes)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from tlt_kernels.triton.attention_kernels import RECORD, attend_kernel, merge_kernel, schedule_kernel
 
 LOG2_E = math.log2(math.e)
+INTERPRETED = 4  # multiprocessors to split for where there is no GPU: enough for the merge to have work
 MAX_GROUP = 128  # rows of the largest tile: query heads of one KV head
 
 
@@ -62,7 +63,9 @@ class Geometry:
 @dataclass(frozen=True)
 class Tiling:
     """Sizes of the kernels for one tile height. block_n keys a block; programs per multiprocessor that the schedule
-    splits the work for; an item holds at least min_blocks blocks, below which merging costs more than it spreads."""
+    splits the work for; an item holds at least min_blocks blocks, below which merging costs more than it spreads.
+    stages: 3 hold one block of K and V in flight, 5 two, 7 three, since page ids must arrive a stage before the keys.
+    """
 
     block_n: int
     warps: int
@@ -85,11 +88,13 @@ def default_tiling(geometry: Geometry, block_m: int) -> Tiling:
     """Found by bench/kernels_attention.py on an H200, fixed so that a step never tunes itself."""
     wide = geometry.block_d > 128
     if geometry.dtype == torch.float32:
-        return Tiling(block_n=16 if wide else 32, warps=4, stages=2, programs=2, min_blocks=2)
+        return Tiling(block_n=16 if geometry.block_d > 64 else 32, warps=8, stages=3, programs=2, min_blocks=2)
+    block_n = 32 if wide else 64
     if block_m <= 32:
-        return Tiling(block_n=32 if wide else 64, warps=4, stages=3, programs=2, min_blocks=2)
-    return Tiling(block_n=32 if wide else 64, warps=4 if block_m == 64 else 8, stages=3 if not wide else 2,
-                  programs=2 if block_m == 64 else 1, min_blocks=4)
+        return Tiling(block_n, warps=4, stages=5, programs=3 if block_m == 16 else 2, min_blocks=2)
+    if block_m == 64:
+        return Tiling(block_n, warps=4, stages=3, programs=2, min_blocks=4)
+    return Tiling(block_n, warps=8, stages=3 if wide else 5, programs=1, min_blocks=4)
 
 
 @dataclass(frozen=True)
@@ -218,3 +223,17 @@ class TreeAttention:
             D=geometry.head_dim, BLOCK_M=step.block_m, BLOCK_D=geometry.block_d, BLOCK_S=16, num_warps=2,
         )
         return out
+
+
+def tree_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, prefix_lens: Tensor, node_indptr: Tensor,
+    ancestors: Tensor, causal: Tensor, positions: Tensor, *, scale: float, window: int = 0, out: Tensor | None = None,
+) -> Tensor:
+    """One layer without a kept plan: the "triton" backend of `tlt_kernels.attention.tree_attention`, which checks."""
+    _, page, kv_heads, head_dim = k_cache.shape
+    attention = TreeAttention(
+        Geometry(q.shape[1], kv_heads, head_dim, page, q.dtype, window), max_rows=q.shape[0],
+        max_batch=len(prefix_lens), device=q.device, multiprocessors=None if q.is_cuda else INTERPRETED,
+    )
+    step = attention.plan(page_table, prefix_lens, node_indptr, ancestors, causal, positions)
+    return attention.run(step, q, k_cache, v_cache, scale=scale, out=out)
