@@ -1,0 +1,386 @@
+"""Tree attention on one GPU: a sweep of tilings, then bandwidth by context and rows.
+
+    PYTHONPATH=.:kernels python3 -m bench.kernels_attention --out DIR [--no-sweep]
+
+Times are CUDA-graph replays over several disjoint sets of pages, together far beyond L2, so every key comes from
+memory; medians over replays, divided by the calls in a graph. GB/s count K and V of all visible keys once, against
+the read bandwidth measured on the card of ../shared/PEERS.md's numbers (4.13 TB/s). Writes DIR/gpu.json (records as
+bench.results writes them) and DIR/attention_sweep.json. Correctness is tests/gpu/test_attention.py's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from tlt_kernels.triton import attention as host
+from tlt_kernels.triton.attention import Geometry, Tiling, TreeAttention, default_tiling, tile_rows
+
+from bench.results import record
+
+READ_TBS = 4.13
+COLD_BYTES = 400 << 20  # L2 holds 60 MB
+COMMAND = "python -m bench.kernels_attention"
+PEER = Geometry(28, 4, 128, 16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Load:
+    """B requests of equal context, `nodes` rows each: a chain, which costs what any tree costs."""
+
+    batch: int
+    nodes: int
+    context: int
+    geometry: Geometry = PEER
+    causal: bool = False
+
+    @property
+    def kv_bytes(self) -> int:
+        g = self.geometry
+        return 2 * self.batch * (self.context + self.nodes) * g.kv_heads * g.head_dim * g.dtype.itemsize
+
+    @property
+    def block_m(self) -> int:
+        return tile_rows(self.geometry, self.batch * self.nodes, self.batch)
+
+
+@dataclass(frozen=True)
+class Timing:
+    us: float
+    low: float
+    high: float
+
+    def share(self, load: Load) -> float:
+        return load.kv_bytes / self.us / 1e6 / READ_TBS
+
+
+class Inputs:
+    """Random inputs of a load over scattered pages; page tables of disjoint sets in one cache."""
+
+    def __init__(self, load: Load) -> None:
+        g = load.geometry
+        rows = load.batch * load.nodes
+        pages = -(-(load.context + load.nodes) // g.page)
+        self.sets = max(2, min(24, -(-COLD_BYTES // load.kv_bytes)))
+        total = self.sets * load.batch * pages
+        order = torch.randperm(total, device="cuda").int()
+        self.tables = order.view(self.sets, load.batch, pages)
+        cache = torch.empty(2, total, g.page, g.kv_heads, g.head_dim, dtype=g.dtype, device="cuda").normal_()
+        self.k_cache, self.v_cache = cache[0], cache[1]
+        self.q = torch.randn(rows, g.heads, g.head_dim, dtype=g.dtype, device="cuda")
+        self.out = torch.empty_like(self.q)
+        chain = [[(1 << min(i + 1, 63)) - 1, 0] for i in range(load.nodes)]
+        self.step = {
+            "prefix_lens": torch.full((load.batch,), load.context, dtype=torch.int32, device="cuda"),
+            "node_indptr": (torch.arange(load.batch + 1, device="cuda") * load.nodes).int(),
+            "ancestors": torch.tensor(chain, device="cuda").repeat(load.batch, 1),
+            "causal": torch.full((load.batch,), load.causal, dtype=torch.uint8, device="cuda"),
+            "positions": (load.context + torch.arange(load.nodes, device="cuda")).repeat(load.batch),
+        }
+
+
+def time_graph(calls: list[Callable[[], object]], replays: int = 15) -> Timing:
+    """Per call, from replays of one graph of all calls, each at least about 0.3 ms long."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+    for _ in range(3):
+        graph.replay()
+    for start, stop in pairs:
+        start.record()
+        graph.replay()
+        stop.record()
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(stop) * 1e3 / len(calls) for start, stop in pairs)
+    return Timing(statistics.median(times), times[0], times[-1])
+
+
+def attention_of(load: Load, tiling: Tiling | None) -> TreeAttention:
+    return TreeAttention(
+        load.geometry, max_rows=load.batch * load.nodes, max_batch=load.batch, device="cuda", tiling=tiling
+    )
+
+
+def time_load(load: Load, inputs: Inputs, tiling: Tiling | None = None) -> Timing:
+    attention = attention_of(load, tiling)
+    step = attention.plan(inputs.tables[0], **inputs.step)
+    steps = [replace(step, page_table=table) for table in inputs.tables]
+    steps = steps * max(1, -(-8 // len(steps)))
+
+    def call(one: host.Step) -> Callable[[], object]:
+        return lambda: attention.run(
+            one, inputs.q, inputs.k_cache, inputs.v_cache, scale=load.geometry.head_dim**-0.5, out=inputs.out
+        )
+
+    return time_graph([call(one) for one in steps])
+
+
+def time_plan(load: Load, inputs: Inputs) -> Timing:
+    attention = attention_of(load, None)
+    return time_graph([lambda: attention.plan(inputs.tables[0], **inputs.step)] * 20)
+
+
+@contextmanager
+def without_merge() -> Iterator[None]:
+    """Leaves the merge launch out, to see what it costs; outputs are wrong meanwhile."""
+
+    class Nothing:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *args, **sizes: None
+
+    kept = host.merge_kernel
+    host.merge_kernel = Nothing()
+    try:
+        yield
+    finally:
+        host.merge_kernel = kept
+
+
+# The sweep: per tile height, loads whose rows fill it, and candidates.
+
+SWEEP_NODES = {16: 1, 32: 4, 64: 9, 128: 16}
+
+
+def sweep_loads(block_m: int) -> dict[str, Load]:
+    nodes = SWEEP_NODES[block_m]
+    return {
+        "4x2k": Load(4, nodes, 2048),
+        "8x4k": Load(8, nodes, 4096),
+        "1x32k": Load(1, nodes, 32768),
+        "8x16k": Load(8, nodes, 16384),
+    }
+
+
+def candidates(block_m: int) -> list[Tiling]:
+    programs = (1, 2) if block_m == 128 else (1, 2, 3) if block_m == 64 else (2, 3, 4)
+    warps = {16: (2, 4), 32: (4,), 64: (4, 8), 128: (4, 8)}[block_m]
+    kernels = [
+        (block_n, w, stages)
+        for block_n, w, stages in product((32, 64, 128), warps, (3, 5, 7))
+        if block_n * stages <= (640 if block_m < 64 else 448) and (block_m < 128 or block_n <= 16 * w)
+    ]
+    least = 256  # keys: about where writing and merging a tall tile's part costs what reading its keys does
+    return [
+        Tiling(n, w, s, p, min_blocks=max(1, (least if block_m >= 64 else 128) // n))
+        for (n, w, s), p in product(kernels, programs)
+    ]
+
+
+def warm(job: tuple[Load, Tiling | None]) -> str:
+    """Compile a tiling's kernels into Triton's cache on disk (in a worker); the error's text if it fails."""
+    load, tiling = job
+    try:
+        small = replace(load, context=256, batch=2)
+        inputs = Inputs(small)
+        attention = attention_of(small, tiling)
+        step = attention.plan(inputs.tables[0], **inputs.step)
+        attention.run(step, inputs.q, inputs.k_cache, inputs.v_cache, scale=0.1, out=inputs.out)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:150]}"
+    return ""
+
+
+def compile_all(jobs: list[tuple[Load, Tiling | None]], seconds: float) -> dict[tuple[Load, Tiling | None], str]:
+    """{job: error text} of the jobs that cannot run; the others are compiled afterwards."""
+    import multiprocessing
+
+    failed: dict[tuple[Load, Tiling | None], str] = {}
+    deadline = time.monotonic() + seconds
+    with ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {job: pool.submit(warm, job) for job in jobs}
+        for job, future in futures.items():
+            try:
+                error = future.result(timeout=max(1.0, deadline - time.monotonic()))
+            except Exception as problem:
+                error = f"{type(problem).__name__} {problem}"
+            if error:
+                failed[job] = error
+        pool.shutdown(wait=False, cancel_futures=True)
+    return failed
+
+
+def sweep(deadline: float) -> tuple[dict[int, Tiling], list[dict[str, Any]]]:
+    """Best tiling by tile height (least geometric mean of time over the loads), and every measurement."""
+    jobs: dict[tuple[int, int, int, int], tuple[Load, Tiling | None]] = {}
+    for block_m in SWEEP_NODES:
+        for t in candidates(block_m):
+            jobs.setdefault((block_m, t.block_n, t.warps, t.stages), (sweep_loads(block_m)["4x2k"], t))
+    began = time.monotonic()
+    failed = compile_all(list(jobs.values()), 75)
+    bad = {key: failed[job] for key, job in jobs.items() if job in failed}
+    print(f"compiled {len(jobs) - len(bad)} of {len(jobs)} kernels in {time.monotonic() - began:.0f} s")
+    for key, error in list(bad.items())[:8]:
+        print("  cannot run", key, error[:110])
+    best: dict[int, Tiling] = {}
+    rows: list[dict[str, Any]] = []
+    for i, block_m in enumerate(SWEEP_NODES):
+        until = time.monotonic() + (deadline - time.monotonic()) / (len(SWEEP_NODES) - i)
+        shown = sweep_height(block_m, bad, until, rows)
+        if shown:
+            best[block_m] = shown[0]
+    return best, rows
+
+
+def sweep_height(
+    block_m: int, bad: dict[tuple[int, int, int, int], str], until: float, rows: list[dict[str, Any]]
+) -> list[Tiling]:
+    usable = [t for t in candidates(block_m) if (block_m, t.block_n, t.warps, t.stages) not in bad]
+    times: dict[Tiling, dict[str, float]] = {t: {} for t in usable}
+    loads = sweep_loads(block_m)
+    for j, (name, load) in enumerate(loads.items()):
+        inputs = Inputs(load)
+        share = time.monotonic() + (until - time.monotonic()) / (len(loads) - j)
+        for tiling in usable:
+            if time.monotonic() > share:
+                break
+            try:
+                times[tiling][name] = time_load(load, inputs, tiling).us
+            except Exception as error:
+                print(f"  M={block_m} {name} {tiling}: {str(error)[:120]}")
+                continue
+            rows.append({"block_m": block_m, "load": name, "us": times[tiling][name], **asdict(tiling)})
+        del inputs
+        torch.cuda.empty_cache()
+    complete = {t: found for t, found in times.items() if len(found) == len(loads)}
+    ranked = sorted(complete, key=lambda t: statistics.geometric_mean(complete[t].values()))
+    print(f"M={block_m} V={SWEEP_NODES[block_m]}: {len(complete)} of {len(usable)} tilings; us (share of bandwidth)")
+    chosen = {name: min(complete, key=lambda t: complete[t][name]) for name in loads} if complete else {}
+    for label, tiling in [*((f"#{i + 1}", t) for i, t in enumerate(ranked[:4])), *chosen.items()]:
+        cells = "  ".join(
+            f"{name} {us:.1f} ({Timing(us, us, us).share(loads[name]):.2f})" for name, us in complete[tiling].items()
+        )
+        t = tiling
+        print(f"  {label:6} N{t.block_n} w{t.warps} s{t.stages} p{t.programs} min{t.min_blocks}: {cells}")
+    return ranked
+
+
+# The record: what the README and the issue's bounds are about.
+
+
+def bandwidth(best: dict[int, Tiling], out: Path, deadline: float) -> None:
+    contexts = {4096: 8, 16384: 2, 32768: 1, 131072: 1}
+    nodes = (1, 2, 4, 9, 16, 18, 32)
+    print("share of 4.13 TB/s, 28/4 heads of 128, bf16 (us):  " + "  ".join(f"V={v}" for v in nodes))
+    for context, batch in contexts.items():
+        cells = []
+        plain_us = 0.0
+        for v in nodes:
+            if time.monotonic() > deadline:
+                print("  out of time")
+                return
+            load = Load(batch, v, context)
+            timing = time_load(load, Inputs(load), best.get(load.block_m))
+            plain_us = plain_us or timing.us
+            cells.append(f"{timing.share(load):.2f} ({timing.us:.1f})")
+            params = {"context": context, "V": v, "G": 7, "batch": batch}
+            save(out, "attention.bandwidth_share", timing.share(load), "", params, timing)
+            if context == 32768 and v == 16:
+                ratio = timing.us / plain_us
+                print(f"  V=16 over V=1 at 32k: {ratio:.3f}")
+                save(out, "attention.tree_ratio", ratio, "x", {"context": context, "V": 16, "G": 7}, timing)
+        print(f"  {batch}x{context}: " + "  ".join(cells))
+
+
+def save(out: Path, metric: str, value: float, unit: str, params: dict[str, Any], timing: Timing) -> None:
+    spread = None
+    if unit == "us":
+        spread = [timing.low, timing.high]
+    record("gpu", metric, value, unit, params, command=COMMAND, spread=spread, runs=15, folder=out)
+
+
+def peers(best: dict[int, Tiling], out: Path) -> None:
+    load = Load(4, 16, 2048)
+    inputs = Inputs(load)
+    tiling = best.get(load.block_m)
+    timing = time_load(load, inputs, tiling)
+    save(out, "attention.us", timing.us, "us", {"input": "peers"}, timing)
+    with without_merge():
+        attend = time_load(load, inputs, tiling)
+    plan = time_plan(load, inputs)
+    print(
+        f"peers input (FlashInfer 74 us): {timing.us:.2f} us [{timing.low:.2f}, {timing.high:.2f}], "
+        f"without the merge launch {attend.us:.2f}; plan, once a step: {plan.us:.2f} us"
+    )
+
+
+def others(deadline: float) -> None:
+    """Other geometries with their default tilings, the price of bandwidth where a tile is padded, and prefill."""
+    bf16 = torch.bfloat16
+    loads = {
+        "32/8 of 128, 8x4k V=16": Load(8, 16, 4096, Geometry(32, 8, 128, 16, bf16)),
+        "page 64, 1x32k V=16": Load(1, 16, 32768, Geometry(28, 4, 128, 64, bf16)),
+        "9/3 of 64, 8x16k V=8": Load(8, 8, 16384, Geometry(9, 3, 64, 16, bf16)),
+        "32/8 of 80, 8x4k V=8": Load(8, 8, 4096, Geometry(32, 8, 80, 16, bf16)),
+        "16/4 of 256, 8x4k V=8": Load(8, 8, 4096, Geometry(16, 4, 256, 16, bf16)),
+        "28/4 of 128 fp32, 8x4k V=1": Load(8, 1, 4096, Geometry(28, 4, 128, 16, torch.float32)),
+        "window 4096, 8x16k V=1": Load(8, 1, 16384, Geometry(28, 4, 128, 16, bf16, 4096)),
+        "64 requests x1k V=1": Load(64, 1, 1024),
+        "256 requests x2k V=1": Load(256, 1, 2048),
+        "1x1k V=1": Load(1, 1, 1024),
+        "prefill 1x4096 at 0": Load(1, 4096, 0, causal=True),
+        "prefill 1x2048 at 8k": Load(1, 2048, 8192, causal=True),
+    }
+    failed = compile_all([(replace(load, nodes=min(load.nodes, 64)), None) for load in loads.values()], 25)
+    for error in failed.values():
+        print("  failed:", error[:150])
+    for name, load in loads.items():
+        if time.monotonic() > deadline:
+            print("  out of time")
+            return
+        try:
+            timing = time_load(load, Inputs(load))
+        except Exception as error:
+            print(f"  {name}: {type(error).__name__} {str(error)[:120]}")
+            continue
+        text = f"share {timing.share(load):.2f}"
+        if load.causal:
+            pairs = load.nodes * (load.context + (load.nodes + 1) / 2)
+            flop = 4 * load.batch * pairs * load.geometry.heads * load.geometry.head_dim
+            text = f"{flop / timing.us / 1e6:.0f} TFLOP/s"
+        print(f"  {name}: {timing.us:.1f} us, {text}, M={load.block_m} {default_tiling(load.geometry, load.block_m)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON files")
+    parser.add_argument("--no-sweep", action="store_true", help="measure the default tilings only")
+    parser.add_argument("--seconds", type=float, default=230.0, help="stop starting new measurements after this long")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench.kernels_attention: expected a CUDA device, got none; run it on the GPU machine")
+    args.out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    best: dict[int, Tiling] = {}
+    if not args.no_sweep:
+        best, rows = sweep(began + args.seconds * 0.65)
+        (args.out / "attention_sweep.json").write_text(json.dumps(rows, indent=0))
+    for part in (
+        lambda: peers(best, args.out),
+        lambda: bandwidth(best, args.out, began + args.seconds * 0.85),
+        lambda: others(began + args.seconds),
+    ):
+        try:
+            part()
+        except Exception as error:
+            print(f"part failed: {type(error).__name__}: {str(error)[:400]}")
+    print(f"done in {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
