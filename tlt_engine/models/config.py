@@ -98,8 +98,8 @@ class ModelConfig:
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     """The hidden states (numbered as StepOutputs.hidden) that a learned drafter reads by default: EAGLE-3's low,
-    middle and high [2, n // 2, n - 3]. That rule repeats itself or turns negative below 7 layers; small models get three
-    distinct valid ones instead. One layer has only two hidden states: refused."""
+    middle and high [2, n // 2, n - 3]. That rule repeats itself or turns negative below 7 layers; small models get
+    three distinct valid ones instead. One layer has only two hidden states: refused."""
     if num_layers >= 7:
         return (2, num_layers // 2, num_layers - 3)
     if num_layers >= 4:

@@ -16,7 +16,6 @@ from torch import Tensor
 from tlt_engine.models.config import ModelConfig
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
-WRONG_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.", "model.model.")
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")  # recomputed here
 SHOWN = 6  # names listed in an error before "and n more"
 
@@ -136,7 +135,7 @@ class Weights:
             problems.append(f"missing: {_listed(missing)}")
         if problems:
             raise ValueError(
-                f"weights: expected the {len(self._views)} names and shapes of this model, got {'; '.join(problems)}; "
+                f"weights: expected this model's {len(self._views)} names and shapes, got {'; '.join(problems)}; "
                 f"{self._remedy(unexpected, missing)} (nothing was changed)"
             )
         return LoadReport(loaded, missing, unexpected)
@@ -152,8 +151,8 @@ class Weights:
         tied_pair = self._config.tie_word_embeddings and EMBED in mapping and HEAD in mapping
         if tied_pair and not _same(mapping[EMBED], mapping[HEAD]):
             raise ValueError(
-                f"weights: expected {HEAD} equal to {EMBED}, as this model's head is tied to its embedding, got different "
-                "values; send only the embedding, or load the model with tie_word_embeddings=False. Nothing was changed."
+                f"weights: expected {HEAD} equal to {EMBED}, as this model's head is tied to its embedding, got other "
+                "values; send only the embedding, or load with tie_word_embeddings false (nothing was changed)"
             )
         self.copy((name, mapping[name]) for name in report.loaded)
         return report
@@ -168,9 +167,9 @@ class Weights:
             self.head.copy_(self._head_master)
 
     def _remedy(self, unexpected: Sequence[str], missing: Sequence[str]) -> str:
-        for prefix in WRONG_PREFIXES:
-            kept = "model." if prefix == "model.model." else ""
-            if any(n.replace(prefix, kept) in self._views for n in unexpected if prefix in n):
+        for name in unexpected:
+            prefix = next((name[: -len(known)] for known in self._views if name.endswith("." + known)), None)
+            if prefix:  # of a wrapper: "module." (DDP), "_orig_mod." (compile), a doubled "model."
                 return f"remove the prefix {prefix!r} from the names"
         if any(f"model.{n}" in self._views for n in unexpected):
             return "add the prefix 'model.' to the names, which look like a base model's without its head"
