@@ -62,9 +62,9 @@ def _tail(axes: Any, plain: Rollouts, speculative: Rollouts) -> None:
         (speculative, "with speculation", SPECULATIVE),
     ):
         steps = len(rollouts.running)
-        axes.fill_between(range(steps), rollouts.running, step="post", alpha=0.15, color=color, linewidth=0)
-        label = f"{name}: {steps} steps"
-        axes.step(range(steps), rollouts.running, where="post", color=color, linewidth=1.8, label=label)
+        label, curve = f"{name}: {steps} steps", [*rollouts.running, 0]
+        axes.fill_between(range(steps + 1), curve, step="post", alpha=0.15, color=color, linewidth=0)
+        axes.step(range(steps + 1), curve, where="post", color=color, linewidth=1.8, label=label)
     axes.set_title("The long tail: samples running in each step")
     axes.set_xlabel("step (one target forward of the whole batch)")
     axes.set_ylabel("samples running")
@@ -78,8 +78,8 @@ def _acceptance(axes: Any, speculative: Rollouts) -> None:
     drafted, accepted = spec.drafted_per_position, spec.accepted_per_position
     positions = [i for i, count in enumerate(drafted) if count]
     axes.set_title(f"Acceptance by position (accept length {spec.accept_length:.2f})")
-    axes.set_xlabel("draft position (passes whose tree reached it below)")
-    axes.set_ylabel("share of them that committed it")
+    axes.set_xlabel("draft position, and how many passes drafted that far")
+    axes.set_ylabel("share of those passes that committed it")
     axes.set_ylim(0, 1)
     if not positions:
         axes.text(0.5, 0.5, "nothing was drafted", transform=axes.transAxes, ha="center", color=INK)
