@@ -48,7 +48,8 @@ class Load:
     @property
     def kv_bytes(self) -> int:
         g = self.geometry
-        return 2 * self.batch * (self.context + self.nodes) * g.kv_heads * g.head_dim * g.dtype.itemsize
+        keys = min(self.context, g.window or self.context) + self.nodes
+        return 2 * self.batch * keys * g.kv_heads * g.head_dim * g.dtype.itemsize
 
     @property
     def block_m(self) -> int:
@@ -72,7 +73,7 @@ class Inputs:
         g = load.geometry
         rows = load.batch * load.nodes
         pages = -(-(load.context + load.nodes) // g.page)
-        self.sets = max(2, min(24, -(-COLD_BYTES // load.kv_bytes)))
+        self.sets = max(2, min(64, -(-COLD_BYTES // load.kv_bytes)))
         total = self.sets * load.batch * pages
         order = torch.randperm(total, device="cuda").int()
         self.tables = order.view(self.sets, load.batch, pages)
@@ -360,7 +361,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON files")
     parser.add_argument("--no-sweep", action="store_true", help="measure the default tilings only")
-    parser.add_argument("--seconds", type=float, default=230.0, help="stop starting new measurements after this long")
+    parser.add_argument("--seconds", type=float, default=190.0, help="stop starting new measurements after this long")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench.kernels_attention: expected a CUDA device, got none; run it on the GPU machine")

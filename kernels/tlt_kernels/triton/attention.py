@@ -145,8 +145,8 @@ class TreeAttention:
             parts = max(parts, slots * geometry.kv_heads * block_m * geometry.head_dim)
             stats = max(stats, slots * geometry.kv_heads * block_m * 2)
             block_m *= 2
-        self._items = torch.zeros(items, RECORD, dtype=torch.int32, device=self.device)
-        self._tiles = torch.zeros(tiles, RECORD, dtype=torch.int32, device=self.device)
+        self._items = torch.empty(items, RECORD, dtype=torch.int32, device=self.device)
+        self._tiles = torch.empty(tiles, RECORD, dtype=torch.int32, device=self.device)
         self._parts = torch.empty(parts, dtype=torch.float32, device=self.device)
         self._stats = torch.empty(stats, dtype=torch.float32, device=self.device)
 
