@@ -1,0 +1,108 @@
+// What every kernel here uses: launch checks, reductions within a warp, order-preserving keys, 16-byte loads.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace tlt::cuda {
+
+constexpr unsigned kAll = 0xffffffffu;
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+inline void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string(what) + ": expected success, got " + cudaGetErrorName(error) + " (" +
+                             cudaGetErrorString(error) + ")");
+  }
+}
+
+inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel); }
+
+inline cudaStream_t as_stream(uint64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+// Larger float, larger key; equal floats (-0 and +0 too) have equal keys, NaN lies beyond the infinities.
+__device__ __forceinline__ uint32_t ordered_key(float x) {
+  const uint32_t bits = __float_as_uint(x + 0.0f);
+  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+}
+
+__device__ __forceinline__ float from_key(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
+__device__ __forceinline__ float warp_max(float x) { return from_key(__reduce_max_sync(kAll, ordered_key(x))); }
+
+// The tree of this sum is fixed, so equal inputs give equal bits.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(kAll, x, offset);
+  return x;
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));  // 2 ulp
+  return y;
+#else
+  return exp2f(x);
+#endif
+}
+
+// Eight neighbouring logits as they lie in memory: one or two 16-byte loads.
+template <typename T>
+struct Raw8 {
+  uint4 q[sizeof(T) / 2];
+};
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+__device__ __forceinline__ T negative_infinity();
+template <>
+__device__ __forceinline__ float negative_infinity<float>() { return __uint_as_float(0xff800000u); }
+template <>
+__device__ __forceinline__ __half negative_infinity<__half>() { return __ushort_as_half(0xfc00); }
+template <>
+__device__ __forceinline__ __nv_bfloat16 negative_infinity<__nv_bfloat16>() { return __ushort_as_bfloat16(0xff80); }
+
+// Logits 8 * group .. 8 * group + 7 of a row of n; -inf beyond n. aligned: the row starts at a 16-byte border.
+template <typename T>
+__device__ __forceinline__ Raw8<T> load8(const T* row, int group, int n, bool aligned) {
+  Raw8<T> raw;
+  if (aligned && group * 8 + 8 <= n) {
+    const uint4* source = reinterpret_cast<const uint4*>(row + group * 8);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) raw.q[i] = __ldg(source + i);
+    return raw;
+  }
+  T* out = reinterpret_cast<T*>(&raw);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) out[i] = group * 8 + i < n ? row[group * 8 + i] : negative_infinity<T>();
+  return raw;
+}
+
+template <typename T>
+__device__ __forceinline__ void unpack8(const Raw8<T>& raw, float (&x)[8]) {
+  const T* values = reinterpret_cast<const T*>(&raw);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = widen(values[i]);
+}
+
+// x[i] for a run-time i without a trip through local memory.
+template <typename V>
+__device__ __forceinline__ V pick8(const V (&x)[8], int i) {
+  V out = x[0];
+#pragma unroll
+  for (int j = 1; j < 8; ++j) out = i == j ? x[j] : out;
+  return out;
+}
+
+}  // namespace tlt::cuda
