@@ -130,7 +130,7 @@ def replay(
 
 def calls(files: Sequence[Sequence[Rollout]], config: SpeculationConfig, **how: Any) -> Stats:
     """Several calls over one drafter; the statistics of the last."""
-    tuning = {k: how.pop(k) for k in ("sharpness", "unseen_noise") if k in how}
+    tuning = {k: how.pop(k) for k in ("sharpness", "unseen_noise", "across_prompts") if k in how}
     drafter = ModelFreeDrafter(config, **tuning)
     for i, rollouts in enumerate(files):
         stats = replay(rollouts, drafter, first_id=i * 10**6, **how)
@@ -169,6 +169,7 @@ def main() -> None:
     rows: list[tuple[str, SpeculationConfig, dict[str, Any]]] = [
         ("defaults", default, {}),
         ("no noise", default, {"noise": False}),
+        ("no other prompts", default, {"across_prompts": False}),
         ("no siblings", default, {"siblings": False}),
     ]
     rows += [(f"min_chance {c}", replace(default, min_chance=c), {}) for c in (0.05, 0.1, 0.2, 0.3, 0.5)]

@@ -8,8 +8,8 @@ void bind_suffix(py::module_& m) {
   m.attr("suffix_request_words") = sizeof(DraftRequest) / sizeof(int64_t);
   m.attr("suffix_context") = tlt::kContext;
   py::class_<SuffixPool>(m, "SuffixPool")
-      .def(py::init([](int64_t byte_budget, float sharpness, float unseen_noise) {
-        return new SuffixPool(byte_budget, {sharpness, unseen_noise});
+      .def(py::init([](int64_t byte_budget, float sharpness, float unseen_noise, bool across_prompts) {
+        return new SuffixPool(byte_budget, {sharpness, unseen_noise}, across_prompts);
       }))
       .def("open",
            [](SuffixPool& pool, const std::string& key, uint64_t prompt, int64_t prompt_len, uint64_t stops,

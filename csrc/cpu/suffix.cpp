@@ -14,6 +14,7 @@ namespace {
 constexpr size_t kCandidates = 48;
 constexpr float kForget = 4096.0f;  // escapes: observations a cell remembers
 constexpr float kPrior = 4.0f;      // observations that PPM-C's guess counts for
+constexpr int64_t kSeam = 4;        // tokens of the prompt that the common text takes, as the context of an output's start
 
 int32_t bucket(int32_t value, const int32_t* upper, int32_t count) {
   return static_cast<int32_t>(std::lower_bound(upper, upper + count, value) - upper);
@@ -32,27 +33,6 @@ bool holds(const std::vector<uint32_t>& sorted, uint32_t id) {
   return std::binary_search(sorted.begin(), sorted.end(), id);
 }
 
-// Visits the contexts from the longest suffix down, with the candidates that no longer context had: `out` grows by them,
-// their `chance` set to the count. visit(length, total, first new candidate) returns false to stop.
-template <typename Candidates, typename Visit>
-void back_off(const SuffixAutomaton& text, int32_t state, int32_t length, Candidates& out, Visit visit) {
-  for (; state > 0; state = text.link(state)) {
-    length = std::min(length, text.length(state));
-    const size_t first = out.size();
-    if (first + static_cast<size_t>(text.degree(state)) > kCandidates) return;
-    int32_t total = 0;
-    for (int32_t e = text.first_edge(state); e >= 0; e = text.edge(e).next) {
-      const auto& edge = text.edge(e);
-      const auto end = out.begin() + static_cast<std::ptrdiff_t>(first);
-      if (std::any_of(out.begin(), end, [&](const auto& c) { return c.token == edge.token; })) continue;
-      const int32_t count = text.occurrences(edge.target);
-      out.push_back({edge.token, edge.target, length + 1, static_cast<float>(count)});
-      total += count;
-    }
-    if (out.size() > first && !visit(length, total, first)) return;
-  }
-}
-
 }  // namespace
 
 Escapes::Escapes() {
@@ -64,14 +44,26 @@ Escapes::Escapes() {
   }
 }
 
-int32_t Escapes::cell(int32_t length, int32_t total, int32_t distinct, bool failed) {
-  return bucket(length, kLengths, 7) + 8 * (bucket(total, kTotals, 5) + 6 * (bucket(distinct, kDistinct, 3) + 4 * failed));
+int32_t Escapes::cell(int32_t length, int32_t total, int32_t distinct, bool failed, int32_t source) {
+  const int32_t shape = bucket(length, kLengths, 7) + 8 * (bucket(total, kTotals, 5) + 6 * bucket(distinct, kDistinct, 3));
+  return shape + 8 * 6 * 4 * (failed + 2 * source);
 }
 
 void Escapes::learn(int32_t cell, bool escaped) {
   if (seen_[cell] >= kForget) seen_[cell] /= 2, escaped_[cell] /= 2;
   seen_[cell] += 1;
   escaped_[cell] += escaped ? 1.0f : 0.0f;
+}
+
+SuffixPool::SuffixPool(int64_t byte_budget, Tuning tuning, bool across_prompts)
+    : budget_(byte_budget), across_prompts_(across_prompts), tuning_(tuning) {
+  used_ = common_.automaton.bytes();
+}
+
+void SuffixPool::add(Text& text, Place& place, const int64_t* tokens, int64_t count) {
+  used_ -= text.automaton.bytes();
+  for (int64_t i = 0; i < count; ++i) text.automaton.append(place.cursor, static_cast<uint32_t>(tokens[i]));
+  used_ += text.automaton.bytes();
 }
 
 int64_t SuffixPool::open(const std::string& key, const int64_t* prompt, int64_t prompt_len, const int64_t* stops,
@@ -81,16 +73,17 @@ int64_t SuffixPool::open(const std::string& key, const int64_t* prompt, int64_t 
   if (found == index_.end()) {
     groups_.emplace_front();
     groups_.front().key = key;
-    for (int64_t i = 0; i < prompt_len; ++i)
-      groups_.front().text.append(groups_.front().prompt_end, static_cast<uint32_t>(prompt[i]));
-    found = index_.emplace(key, groups_.begin()).first;
     used_ += size_of(groups_.front());
+    add(groups_.front().text, groups_.front().prompt_end, prompt, prompt_len);
+    found = index_.emplace(key, groups_.begin()).first;
   }
   const GroupRef group = found->second;
   touch(group);
   ++group->live;
-  samples_[next_handle_] = {group, group->prompt_end, group->resets, sorted_ids(stops, num_stops),
-                            sorted_ids(allowed, num_allowed)};
+  Sample s{group, {group->prompt_end, {{}, common_.resets}}, sorted_ids(stops, num_stops), sorted_ids(allowed, num_allowed)};
+  const int64_t seam = std::min(prompt_len, kSeam);
+  if (across_prompts_) add(common_, s.places[kCommon], prompt + prompt_len - seam, seam);
+  samples_.emplace(next_handle_, std::move(s));
   enforce_budget();
   return next_handle_++;
 }
@@ -99,7 +92,9 @@ SuffixPool::Sample& SuffixPool::sample(int64_t handle) {
   const auto found = samples_.find(handle);
   if (found == samples_.end()) throw std::out_of_range("SuffixPool: no open sample of this handle");
   Sample& s = found->second;
-  if (s.resets != s.group->resets) s.cursor = {}, s.resets = s.group->resets;
+  const std::array<int64_t, kSources> resets = {s.group->text.resets, common_.resets};
+  for (int32_t i = 0; i < kSources; ++i)
+    if (s.places[i].resets != resets[i]) s.places[i] = {{}, resets[i]};
   return s;
 }
 
@@ -109,16 +104,53 @@ void SuffixPool::close(int64_t handle) {
   samples_.erase(handle);
 }
 
-// Which escapes happened before `token` was found: the levels predict() would have gone through.
-void SuffixPool::learn(const SuffixAutomaton& text, const SuffixAutomaton::Cursor& cursor, uint32_t token) {
+SuffixPool::Matches SuffixPool::matches(const Sample& sample) const {
+  const Texts all = texts(sample);
+  Matches out;
+  for (int32_t i = 0; i < kSources; ++i) {
+    const SuffixAutomaton::Cursor& cursor = sample.places[i].cursor;
+    out[i].length = std::min(cursor.length, kContext);
+    out[i].state = all[i]->settle(cursor.tail, out[i].length);
+  }
+  return out;
+}
+
+// Visits the contexts of all sources from the longest down. candidates_ grows by what each context has seen and no
+// earlier one had, `chance` set to the count. visit(cell of the escape, total, first new candidate) returns false to stop.
+template <typename Visit>
+void SuffixPool::back_off(const Texts& texts, Matches at, Visit visit) {
   candidates_.clear();
-  bool failed = false;
-  const int32_t length = std::min(cursor.length, kContext);
-  back_off(text, text.settle(cursor.tail, length), length, candidates_, [&](int32_t matched, int32_t total, size_t first) {
+  for (bool failed = false;;) {
+    const int32_t source = at[kCommon].length > at[kOwn].length ? kCommon : kOwn;
+    const SuffixAutomaton& text = *texts[source];
+    const int32_t state = at[source].state, length = std::min(at[source].length, text.length(state));
+    if (state <= 0) return;  // the longest context left is the empty one
+    at[source].state = text.link(state);
+    at[source].length = std::min(length, text.length(at[source].state));
+    const size_t first = candidates_.size();
+    if (first + static_cast<size_t>(text.degree(state)) > kCandidates) return;
+    int32_t total = 0;
+    for (int32_t e = text.first_edge(state); e >= 0; e = text.edge(e).next) {
+      const uint32_t token = text.edge(e).token;
+      const auto known = candidates_.begin() + static_cast<std::ptrdiff_t>(first);
+      if (std::any_of(candidates_.begin(), known, [&](const Candidate& c) { return c.token == token; })) continue;
+      const int32_t count = text.occurrences(text.edge(e).target);
+      candidates_.push_back({token, static_cast<float>(count)});
+      total += count;
+    }
+    if (candidates_.size() == first) continue;
+    const int32_t distinct = static_cast<int32_t>(candidates_.size() - first);
+    if (!visit(Escapes::cell(length, total, distinct, failed, source), total, first)) return;
+    failed = true;
+  }
+}
+
+// Which escapes happened before `token` was found: the contexts that predict() would have gone through.
+void SuffixPool::learn(const Sample& sample, uint32_t token) {
+  back_off(texts(sample), matches(sample), [&](int32_t cell, int32_t, size_t first) {
     const auto begin = candidates_.begin() + static_cast<std::ptrdiff_t>(first);
     const bool hit = std::any_of(begin, candidates_.end(), [&](const Candidate& c) { return c.token == token; });
-    escapes_.learn(Escapes::cell(matched, total, static_cast<int32_t>(candidates_.end() - begin), failed), !hit);
-    failed = true;
+    escapes_.learn(cell, !hit);
     return !hit;
   });
 }
@@ -127,25 +159,32 @@ void SuffixPool::append(const int64_t* handles, const int64_t* indptr, int64_t c
   std::lock_guard<std::mutex> lock(mutex_);
   for (int64_t i = 0; i < count; ++i) {
     Sample& s = sample(handles[i]);
-    used_ -= size_of(*s.group);
     for (int64_t j = indptr[i]; j < indptr[i + 1]; ++j) {
-      const uint32_t token = static_cast<uint32_t>(tokens[j]);
-      learn(s.group->text, s.cursor, token);
-      s.group->text.append(s.cursor, token);
+      learn(s, static_cast<uint32_t>(tokens[j]));
+      add(s.group->text, s.places[kOwn], tokens + j, 1);
+      if (across_prompts_) add(common_, s.places[kCommon], tokens + j, 1);
     }
-    used_ += size_of(*s.group);
     touch(s.group);
   }
   enforce_budget();
 }
 
 int64_t SuffixPool::size_of(const Group& group) {
-  return group.text.bytes() + static_cast<int64_t>(sizeof(Group) + group.key.capacity());
+  return group.text.automaton.bytes() + static_cast<int64_t>(sizeof(Group) + group.key.capacity());
+}
+
+void SuffixPool::forget(Text& text) {
+  text.automaton = SuffixAutomaton();
+  ++text.resets;
 }
 
 // Whole groups go, the least recently used first and those without running samples before all others. If the running
 // ones alone are over the budget, the largest forget their text; their samples go on from there.
 void SuffixPool::enforce_budget() {
+  if (const int64_t size = common_.automaton.bytes(); size > budget_ / 2) {
+    forget(common_);
+    used_ += common_.automaton.bytes() - size;
+  }
   for (auto g = groups_.end(); used_ > budget_ && g != groups_.begin();) {
     --g;
     if (g->live > 0) continue;
@@ -157,27 +196,22 @@ void SuffixPool::enforce_budget() {
     const auto largest = std::max_element(groups_.begin(), groups_.end(),
                                           [](const Group& a, const Group& b) { return size_of(a) < size_of(b); });
     const int64_t before = size_of(*largest);
-    largest->text = SuffixAutomaton();
-    largest->prompt_end = {};
-    ++largest->resets;
+    forget(largest->text);
+    largest->prompt_end = {{}, largest->text.resets};
     used_ += size_of(*largest) - before;
     if (size_of(*largest) == before) return;  // nothing left to forget
   }
 }
 
 // Fills candidates_ with q of each and returns the chance that the next token is none of them. PPM with exclusion: a
-// context's mass goes to what it has seen, its escape's to what only shorter contexts have.
-float SuffixPool::predict(const SuffixAutomaton& text, int32_t state, int32_t length) {
-  candidates_.clear();
+// context's mass goes to what it has seen, its escape's to what only later contexts have.
+float SuffixPool::predict(const Texts& texts, const Matches& at) {
   float rest = 1.0f;
-  bool failed = false;
-  back_off(text, state, length, candidates_, [&](int32_t matched, int32_t total, size_t first) {
-    const int32_t distinct = static_cast<int32_t>(candidates_.size() - first);
-    const float escape = escapes_.chance(Escapes::cell(matched, total, distinct, failed));
+  back_off(texts, at, [&](int32_t cell, int32_t total, size_t first) {
+    const float escape = escapes_.chance(cell);
     const float unit = rest * (1.0f - escape) / static_cast<float>(total);
     for (size_t i = first; i < candidates_.size(); ++i) candidates_[i].chance *= unit;
     rest *= escape;
-    failed = true;
     return true;
   });
   return rest;
@@ -201,7 +235,7 @@ void SuffixPool::weigh(const DraftRequest& r, int32_t depth, float escape) {
 
 // Push the children of `node`, which stands at `index` in the tree.
 void SuffixPool::expand(const DraftRequest& r, const Sample& from, const Node& node, int32_t index, double min_chance) {
-  const float escape = predict(from.group->text, node.state, node.length);
+  const float escape = predict(texts(from), node.matches);
   const bool barred = node.depth < r.barred;
   candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(),
                                    [&](const Candidate& c) {
@@ -217,9 +251,21 @@ void SuffixPool::expand(const DraftRequest& r, const Sample& from, const Node& n
                     });
   for (size_t i = 0; i < kept && node.chance * candidates_[i].chance >= min_chance; ++i) {
     const Candidate& c = candidates_[i];
-    heap_.push_back({node.chance * c.chance, index, node.depth + 1, c.token, c.state, c.length});
+    heap_.push_back({node.chance * c.chance, index, node.depth + 1, c.token, node.matches});
     std::push_heap(heap_.begin(), heap_.end());
   }
+}
+
+// The longest suffix of the matched context, with `token` behind it, that the text has.
+SuffixPool::Match SuffixPool::follow(const SuffixAutomaton& text, Match at, uint32_t token) {
+  for (; at.state >= 0; at.state = text.link(at.state)) {
+    at.length = std::min(at.length, text.length(at.state));
+    const int32_t next = text.next(at.state, token);
+    if (next < 0) continue;
+    at.length = std::min(at.length + 1, kContext);
+    return {text.settle(next, at.length), at.length};
+  }
+  return {0, 0};
 }
 
 void SuffixPool::propose(const DraftRequest* requests, int64_t count, double min_chance, int64_t* indptr, int64_t* tokens,
@@ -229,24 +275,20 @@ void SuffixPool::propose(const DraftRequest* requests, int64_t count, double min
   for (int64_t i = 0; i < count; ++i) {
     const DraftRequest& r = requests[i];
     const Sample& s = sample(r.sample);
-    const SuffixAutomaton& text = s.group->text;
     indptr[i] = at;
     tokens[at] = parents[at] = -1, chances[at] = 1.0;
     int32_t nodes = 1;
     heap_.clear();
-    const int32_t length = std::min(s.cursor.length, kContext);
-    if (r.max_depth > 0 && r.max_nodes > 1)
-      expand(r, s, {1.0, -1, 0, 0, text.settle(s.cursor.tail, length), length}, 0, min_chance);
+    if (r.max_depth > 0 && r.max_nodes > 1) expand(r, s, {1.0, -1, 0, 0, matches(s)}, 0, min_chance);
     for (; nodes < r.max_nodes && !heap_.empty(); ++nodes) {
       std::pop_heap(heap_.begin(), heap_.end());
-      const Node node = heap_.back();
+      Node node = heap_.back();
       heap_.pop_back();
       tokens[at + nodes] = node.token, parents[at + nodes] = node.parent, chances[at + nodes] = node.chance;
-      if (node.depth < r.max_depth && !holds(s.stops, node.token)) {
-        const int32_t matched = std::min(node.length, kContext);
-        expand(r, s, {node.chance, node.parent, node.depth, node.token, text.settle(node.state, matched), matched}, nodes,
-               min_chance);
-      }
+      if (node.depth >= r.max_depth || holds(s.stops, node.token)) continue;
+      const Texts all = texts(s);
+      for (int32_t j = 0; j < kSources; ++j) node.matches[j] = follow(*all[j], node.matches[j], node.token);
+      expand(r, s, node, nodes, min_chance);
     }
     at += nodes;
   }
@@ -257,7 +299,7 @@ int64_t SuffixPool::occurrences(const std::string& key, const int64_t* tokens, i
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = index_.find(key);
   if (found == index_.end()) return -1;
-  const SuffixAutomaton& text = found->second->text;
+  const SuffixAutomaton& text = found->second->text.automaton;
   int32_t state = 0;
   for (int64_t i = 0; i < count && state >= 0; ++i) state = text.next(state, static_cast<uint32_t>(tokens[i]));
   return state < 0 ? 0 : text.occurrences(state);

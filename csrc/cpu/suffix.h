@@ -1,5 +1,6 @@
 // The model-free drafter's memory: a suffix automaton for each prompt, over the prompt, its running samples and earlier
-// rollouts, and the draft trees read off it. Knows neither logits nor the engine: a proposal is a guess.
+// rollouts, one more over the outputs of all prompts, and the draft trees read off them. Knows neither logits nor the
+// engine: a proposal is a guess.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -14,17 +15,17 @@
 namespace tlt {
 
 // Chance that the next token is none of those seen after a context: PPM's escape, learned online for contexts alike
-// ("secondary escape estimation", Shkarin 2002). Alike: suffix length, occurrences, distinct continuations, and whether
-// a longer context has failed already. Starts at PPM-C's distinct / (occurrences + distinct).
+// ("secondary escape estimation", Shkarin 2002). Alike: suffix length, occurrences, distinct continuations, whether a
+// longer context has failed already, and whose text it is. Starts at PPM-C's distinct / (occurrences + distinct).
 class Escapes {
  public:
   Escapes();
-  static int32_t cell(int32_t length, int32_t total, int32_t distinct, bool failed);
+  static int32_t cell(int32_t length, int32_t total, int32_t distinct, bool failed, int32_t source);
   float chance(int32_t cell) const { return escaped_[cell] / seen_[cell]; }
   void learn(int32_t cell, bool escaped);
 
  private:
-  static constexpr int32_t kCells = 8 * 6 * 4 * 2;
+  static constexpr int32_t kCells = 8 * 6 * 4 * 2 * 2;
   std::array<float, kCells> escaped_, seen_;
 };
 
@@ -49,7 +50,8 @@ struct DraftRequest {
 
 class SuffixPool {
  public:
-  SuffixPool(int64_t byte_budget, Tuning tuning) : budget_(byte_budget), tuning_(tuning) {}
+  // across_prompts: keep the common text too. It gets at most half of the budget, and starts anew when that is full.
+  SuffixPool(int64_t byte_budget, Tuning tuning, bool across_prompts);
 
   // A new sample of the prompt whose text group is `key`. stops: ids with nothing behind them; allowed: the only ids to
   // propose (empty: all). Both sorted here. Returns a handle.
@@ -71,46 +73,68 @@ class SuffixPool {
   int64_t occurrences(const std::string& key, const int64_t* tokens, int64_t count) const;
 
  private:
+  struct Text {
+    SuffixAutomaton automaton;
+    int64_t resets = 0;
+  };
+  struct Place {  // where a sample ends in a text
+    SuffixAutomaton::Cursor cursor;
+    int64_t resets = 0;  // the text's when the cursor was valid
+  };
+  struct Match {  // a class and how many tokens of context it stands for
+    int32_t state, length;
+  };
+  // Sources of a prediction, in order of preference at equal context lengths.
+  enum Source { kOwn, kCommon, kSources };
+  using Texts = std::array<const SuffixAutomaton*, kSources>;
+  using Matches = std::array<Match, kSources>;
+
   struct Group {
     std::string key;
-    SuffixAutomaton text;
-    SuffixAutomaton::Cursor prompt_end;
+    Text text;
+    Place prompt_end;
     int64_t live = 0;
-    int64_t resets = 0;
   };
   using GroupRef = std::list<Group>::iterator;
   struct Sample {
     GroupRef group;
-    SuffixAutomaton::Cursor cursor;
-    int64_t resets;  // the group's when the cursor was valid
+    std::array<Place, kSources> places;
     std::vector<uint32_t> stops, allowed;
   };
   struct Candidate {
     uint32_t token;
-    int32_t state, length;  // class and length of the matched context once the token is appended
-    float chance;           // first q, then the share that wins given the noise
+    float chance;  // a count, then q, then the share that wins given the noise
   };
   struct Node {
     double chance;  // of the whole path
     int32_t parent, depth;
     uint32_t token;
-    int32_t state, length;
+    Matches matches;  // of the parent until the node is placed
     bool operator<(const Node& other) const { return chance < other.chance; }
   };
 
   Sample& sample(int64_t handle);
   void touch(GroupRef group) { groups_.splice(groups_.begin(), groups_, group); }
   static int64_t size_of(const Group& group);
+  static void forget(Text& text);
   void enforce_budget();
-  void learn(const SuffixAutomaton& text, const SuffixAutomaton::Cursor& cursor, uint32_t token);
-  float predict(const SuffixAutomaton& text, int32_t state, int32_t length);
+  void add(Text& text, Place& place, const int64_t* tokens, int64_t count);
+  Texts texts(const Sample& sample) const { return {&sample.group->text.automaton, &common_.automaton}; }
+  Matches matches(const Sample& sample) const;
+  static Match follow(const SuffixAutomaton& text, Match at, uint32_t token);
+  template <typename Visit>
+  void back_off(const Texts& texts, Matches at, Visit visit);
+  void learn(const Sample& sample, uint32_t token);
+  float predict(const Texts& texts, const Matches& at);
   void weigh(const DraftRequest& request, int32_t depth, float escape);
   void expand(const DraftRequest& request, const Sample& from, const Node& node, int32_t index, double min_chance);
 
   int64_t budget_;
-  int64_t used_ = 0;  // sum of size_of over all groups
+  bool across_prompts_;
+  int64_t used_ = 0;  // sum of size_of over all groups, and the common text
   Tuning tuning_;
   Escapes escapes_;
+  Text common_;
   std::list<Group> groups_;  // most recently used first
   std::unordered_map<std::string, GroupRef> index_;
   std::unordered_map<int64_t, Sample> samples_;

@@ -63,11 +63,11 @@ class ModelFreeDrafter:
 
     def __init__(
         self, config: SpeculationConfig, eos_ids: Sequence[int] = (), *, sharpness: float = SHARPNESS,
-        unseen_noise: float = UNSEEN_NOISE,
+        unseen_noise: float = UNSEEN_NOISE, across_prompts: bool = True,
     ) -> None:
         self.config = config
         self.eos_ids = tuple(eos_ids)
-        self._pool = _C.SuffixPool(config.model_free_bytes, sharpness, unseen_noise)
+        self._pool = _C.SuffixPool(config.model_free_bytes, sharpness, unseen_noise, across_prompts)
         self._samples: dict[int, _Sample] = {}
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
