@@ -8,6 +8,7 @@ namespace py = pybind11;
 void bind_attention(py::module_& m);
 void bind_kv(py::module_& m);
 void bind_noise(py::module_& m);
+void bind_sample(py::module_& m);
 void bind_tree(py::module_& m);
 void bind_suffix(py::module_& m);
 
