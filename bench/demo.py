@@ -38,7 +38,7 @@ def run_demo(options: list[str]) -> dict[str, Any]:
     code = "from tlt_engine.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code, "demo", "--json", *options], stdout=subprocess.PIPE, text=True)
     if done.returncode not in (0, 1) or not done.stdout:
-        raise RuntimeError(f"tlt demo: expected exit code 0 or 1 with JSON, got {done.returncode}; see its message above")
+        raise RuntimeError(f"tlt demo: expected exit code 0 or 1 with JSON, got {done.returncode}; see above")
     return json.loads(done.stdout)
 
 
