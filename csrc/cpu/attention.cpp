@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -105,12 +106,17 @@ namespace avx512 {
 
 using RunItem = void (*)(const AttentionArgs&, const Item&, const Scratch&);
 
+// TLT_CPU_ISA=plain or avx2 holds the choice down, so that tests reach every kernel on one machine.
 RunItem best_kernel() {
+  const char* name = std::getenv("TLT_CPU_ISA");
+  const std::string most = name == nullptr ? "avx512" : name;
+  if (most != "plain" && most != "avx2" && most != "avx512")
+    throw std::invalid_argument("TLT_CPU_ISA: expected plain, avx2 or avx512, got " + most + "; unset it for the best");
 #ifdef TLT_X86
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+  if (most == "avx512" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl"))
     return avx512::run_item;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::run_item;
+  if (most != "plain" && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::run_item;
 #endif
   return plain::run_item;
 }

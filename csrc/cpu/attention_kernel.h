@@ -33,32 +33,38 @@ static inline Vec exp_negative(Vec x) {
   return x < -87.0f ? zero : p * (Vec)power;
 }
 
-// scores[r][0..63] = q[r] . keys, for ROWS rows; keys_t [dim][64] holds the keys as columns.
-template <int ROWS>
-static void score_rows(const float* q, const float* keys_t, int64_t dim, float* scores, int64_t score_stride) {
-  for (int first = 0; first < kBlock; first += TLT_TILE * TLT_LANES) {
-    Vec sum[ROWS][TLT_TILE] = {};
-    const float* column = keys_t + first;
-    for (int64_t d = 0; d < dim; ++d, column += kBlock) {
-      Vec key[TLT_TILE];
-      for (int t = 0; t < TLT_TILE; ++t) key[t] = load(column + t * TLT_LANES);
-      for (int r = 0; r < ROWS; ++r)
-        for (int t = 0; t < TLT_TILE; ++t) sum[r][t] += q[r * dim + d] * key[t];
-    }
+template <int ROWS, int TILE>
+static inline void score_tile(const float* q, const float* column, int64_t dim, float* scores, int64_t score_stride) {
+  Vec sum[ROWS][TILE] = {};
+  for (int64_t d = 0; d < dim; ++d, column += kBlock) {
+    Vec key[TILE];
+    for (int t = 0; t < TILE; ++t) key[t] = load(column + t * TLT_LANES);
     for (int r = 0; r < ROWS; ++r)
-      for (int t = 0; t < TLT_TILE; ++t) store(scores + r * score_stride + first + t * TLT_LANES, sum[r][t]);
+      for (int t = 0; t < TILE; ++t) sum[r][t] += q[r * dim + d] * key[t];
   }
+  for (int r = 0; r < ROWS; ++r)
+    for (int t = 0; t < TILE; ++t) store(scores + r * score_stride + t * TLT_LANES, sum[r][t]);
 }
 
-static void score(const float* q, int64_t rows, const float* keys_t, int64_t dim, float* scores, int64_t stride) {
+// scores[r][j] = q[r] . key j, for ROWS rows and j < count; keys_t [dim][64] holds the keys as columns.
+template <int ROWS>
+static void score_rows(const float* q, const float* keys_t, int count, int64_t dim, float* scores, int64_t stride) {
+  int j = 0;
+  for (; j + TLT_TILE * TLT_LANES <= count; j += TLT_TILE * TLT_LANES)
+    score_tile<ROWS, TLT_TILE>(q, keys_t + j, dim, scores + j, stride);
+  for (; j < count; j += TLT_LANES) score_tile<ROWS, 1>(q, keys_t + j, dim, scores + j, stride);
+}
+
+static void score(const float* q, int64_t rows, const float* keys_t, int count, int64_t dim, float* scores,
+                  int64_t stride) {
   for (int64_t r = 0; r < rows;) {
     const float* from = q + r * dim;
     float* to = scores + r * stride;
     switch (rows - r) {
-      case 1: score_rows<1>(from, keys_t, dim, to, stride); r += 1; break;
-      case 2: score_rows<2>(from, keys_t, dim, to, stride); r += 2; break;
-      case 3: score_rows<3>(from, keys_t, dim, to, stride); r += 3; break;
-      default: score_rows<4>(from, keys_t, dim, to, stride); r += 4; break;
+      case 1: score_rows<1>(from, keys_t, count, dim, to, stride); r += 1; break;
+      case 2: score_rows<2>(from, keys_t, count, dim, to, stride); r += 2; break;
+      case 3: score_rows<3>(from, keys_t, count, dim, to, stride); r += 3; break;
+      default: score_rows<4>(from, keys_t, count, dim, to, stride); r += 4; break;
     }
   }
 }
@@ -108,16 +114,17 @@ static void add_values(int64_t rows, const float* weights, int64_t stride, const
 // maximum, total and sums move to that maximum.
 static void soften(float* scores, int lo, int hi, float* maximum, float* total, float* sums, int64_t width) {
   for (int j = 0; j < lo; ++j) scores[j] = -INFINITY;
-  for (int j = hi; j < kBlock; ++j) scores[j] = -INFINITY;
+  const int end = (hi + TLT_LANES - 1) / TLT_LANES * TLT_LANES;
+  for (int j = hi; j < end; ++j) scores[j] = -INFINITY;
   Vec best = load(scores);
-  for (int j = TLT_LANES; j < kBlock; j += TLT_LANES) {
+  for (int j = TLT_LANES; j < end; j += TLT_LANES) {
     Vec s = load(scores + j);
     best = s > best ? s : best;
   }
   float top = *maximum;
   for (int i = 0; i < TLT_LANES; ++i) top = best[i] > top ? best[i] : top;
   Vec partial = {};
-  for (int j = 0; j < kBlock; j += TLT_LANES) {
+  for (int j = 0; j < end; j += TLT_LANES) {
     Vec weight = exp_negative(load(scores + j) - top);
     store(scores + j, weight);
     partial += weight;
@@ -149,9 +156,10 @@ static void widen(const void* from, Float dtype, int64_t n, float* to) {
 typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t QuadIndex __attribute__((vector_size(16)));
 
-// keys_t[d][j] = keys[j][d] for 64 keys, in tiles of 4 x 4.
-static void transpose(const float* const* keys, int64_t dim, float* keys_t) {
-  for (int j = 0; j < kBlock; j += 4) {
+// keys_t[d][j] = keys[j][d] for j < count, in tiles of 4 x 4.
+static void transpose(const float** keys, int count, int64_t dim, float* keys_t) {
+  for (int j = count; j % 4 != 0; ++j) keys[j] = keys[count - 1];
+  for (int j = 0; j < count; j += 4) {
     int64_t d = 0;
     for (; d + 4 <= dim; d += 4) {
       const Quad a = *reinterpret_cast<const Quad*>(keys[j] + d), b = *reinterpret_cast<const Quad*>(keys[j + 1] + d);
@@ -169,32 +177,50 @@ static void transpose(const float* const* keys, int64_t dim, float* keys_t) {
   }
 }
 
-// Reads the keys and values at logical slots first .. first + count - 1 (count <= 64) of the item's request and head.
-// values[j] is set for j < count; the columns of keys_t beyond count repeat the last key and are never visible.
-static void read_block(const AttentionArgs& a, const Item& item, int64_t first, int count, const Scratch& w,
-                       float* keys_t, float* value_rows, const float** values) {
-  const int64_t size = a.dtype == Float::f32 ? 4 : 2;
-  const int32_t* table = a.page_table + item.request * a.table_width;
-  const float* keys[kBlock];
+// Element offsets in the caches of logical slots first, first + 1, .. of the item's request and head.
+static void offsets_of(const AttentionArgs& a, const Item& item, int64_t first, int count, int64_t* offsets) {
+  const int32_t* table = a.page_table + item.request * a.table_width + first / a.page;
+  int64_t offset = first % a.page;
   for (int j = 0; j < count; ++j) {
-    const int64_t slot = first + j;
-    const int64_t at =
-        table[slot / a.page] * a.page_stride + slot % a.page * a.slot_stride + item.kv_head * a.head_stride;
-    const char* key = static_cast<const char*>(a.k_cache) + at * size;
-    const char* value = static_cast<const char*>(a.v_cache) + at * size;
-    keys[j] = reinterpret_cast<const float*>(key);
-    values[j] = reinterpret_cast<const float*>(value);
-    if (a.dtype != Float::f32) {
-      widen(key, a.dtype, a.dim, w.key_rows + j * w.width);
-      keys[j] = w.key_rows + j * w.width;
-    }
-    if (w.copy_values) {
-      widen(value, a.dtype, a.dim, value_rows + j * w.width);
-      values[j] = value_rows + j * w.width;
+    offsets[j] = *table * a.page_stride + offset * a.slot_stride + item.kv_head * a.head_stride;
+    if (++offset == a.page) {
+      offset = 0;
+      ++table;
     }
   }
-  for (int j = count; j < kBlock; ++j) keys[j] = keys[count - 1];
-  transpose(keys, a.dim, keys_t);
+}
+
+static inline void prefetch(const char* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+}
+
+// Reads the keys and values at logical slots first .. first + count - 1 (count <= 64) of the item's request and head.
+// values[j] is set for j < count; columns of keys_t beyond count are never visible and may hold anything.
+static void read_block(const AttentionArgs& a, const Item& item, int64_t first, int count, const Scratch& w,
+                       float* value_rows, const float** values) {
+  const int64_t size = a.dtype == Float::f32 ? 4 : 2;
+  const char* k_cache = static_cast<const char*>(a.k_cache);
+  const char* v_cache = static_cast<const char*>(a.v_cache);
+  int64_t offsets[kBlock], ahead[kBlock];
+  offsets_of(a, item, first, count, offsets);
+  const int next = static_cast<int>(std::min<int64_t>(item.prefix + item.nodes - first - count, kBlock));
+  offsets_of(a, item, first + count, next, ahead);
+  const float* keys[kBlock];
+  for (int j = 0; j < count; ++j) {
+    prefetch(v_cache + offsets[j] * size, a.dim * size);
+    if (j < next) prefetch(k_cache + ahead[j] * size, a.dim * size);
+    keys[j] = reinterpret_cast<const float*>(k_cache + offsets[j] * size);
+    if (a.dtype == Float::f32) continue;
+    widen(keys[j], a.dtype, a.dim, w.key_rows + j * w.width);
+    keys[j] = w.key_rows + j * w.width;
+  }
+  transpose(keys, count, a.dim, w.keys_t);
+  for (int j = 0; j < count; ++j) {
+    values[j] = reinterpret_cast<const float*>(v_cache + offsets[j] * size);
+    if (!w.copy_values) continue;
+    widen(values[j], a.dtype, a.dim, value_rows + j * w.width);
+    values[j] = value_rows + j * w.width;
+  }
 }
 
 // One block of places whose keys all rows share: place and logical slot are the same. Row r sees the places below
@@ -206,8 +232,8 @@ static void attend_shared(const AttentionArgs& a, const Item& item, const Scratc
   int64_t end = item.rows;
   while (end > skip && item.start(a, end - 1) >= first + count) --end;
   if (skip >= end) return;
-  read_block(a, item, first, count, w, w.keys_t, w.value_rows, w.values);
-  score(w.q + skip * group * a.dim, (end - skip) * group, w.keys_t, a.dim, w.scores, kBlock);
+  read_block(a, item, first, count, w, w.value_rows, w.values);
+  score(w.q + skip * group * a.dim, (end - skip) * group, w.keys_t, count, a.dim, w.scores, kBlock);
   for (int64_t r = skip; r < end;) {
     const int lo = static_cast<int>(std::max<int64_t>(item.start(a, r) - first, 0));
     const int hi = static_cast<int>(std::min<int64_t>(item.limit(r) - first, count));
@@ -250,8 +276,8 @@ static void attend_tail(const AttentionArgs& a, const Item& item, const Scratch&
   const int64_t last = item.prefix + item.nodes;
   for (int64_t slot = first, block = 0; slot < last; slot += kBlock, ++block) {
     const int count = static_cast<int>(std::min<int64_t>(last - slot, kBlock));
-    read_block(a, item, slot, count, w, w.keys_t, w.value_rows + block * kBlock * w.width, w.values + block * kBlock);
-    score(w.q, item.rows * group, w.keys_t, a.dim, w.scores + block * kBlock, kTail);
+    read_block(a, item, slot, count, w, w.value_rows + block * kBlock * w.width, w.values + block * kBlock);
+    score(w.q, item.rows * group, w.keys_t, count, a.dim, w.scores + block * kBlock, kTail);
   }
   for (int64_t r = 0; r < item.rows; ++r) {
     uint8_t tail[kTail];
