@@ -14,9 +14,8 @@ import torch
 from attention_cases import Case, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
 from tlt_kernels import tree_attention
+from torch import Tensor
 
 # fp32: both sides sum at most 1728 products of unit normals in different orders; measured below 2e-6.
 FP32_BOUND = 1e-5
