@@ -11,8 +11,12 @@ PYBIND11_MODULE(_C, m) {
 #endif
   bind_attention(m);
   bind_kv(m);
+  bind_linear(m);
   bind_noise(m);
   bind_sample(m);
   bind_tree(m);
   bind_suffix(m);
+#ifdef TLT_WITH_CUDA
+  bind_cuda_noise(m);
+#endif
 }

@@ -14,10 +14,22 @@ constexpr unsigned kAll = 0xffffffffu;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
+inline const char* remedy(cudaError_t error) {
+  switch (error) {
+    case cudaErrorInsufficientDriver:
+    case cudaErrorNoDevice:
+      return "; no usable GPU or driver: look at nvidia-smi, or pass CPU tensors";
+    case cudaErrorNoKernelImageForDevice:
+      return "; built for other GPUs: rebuild with TLT_CUDA_ARCHITECTURES set to this one's";
+    default:
+      return "; if an earlier kernel failed, CUDA_LAUNCH_BLOCKING=1 names it";
+  }
+}
+
 inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {
     throw std::runtime_error(std::string(what) + ": expected success, got " + cudaGetErrorName(error) + " (" +
-                             cudaGetErrorString(error) + ")");
+                             cudaGetErrorString(error) + ")" + remedy(error));
   }
 }
 
