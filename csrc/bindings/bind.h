@@ -14,6 +14,12 @@ void bind_sample(py::module_& m);
 void bind_tree(py::module_& m);
 void bind_suffix(py::module_& m);
 
+#ifdef TLT_WITH_CUDA
+void bind_cuda_kv(py::module_& m);
+void bind_cuda_sample(py::module_& m);
+void bind_cuda_tree(py::module_& m);
+#endif
+
 // Addresses travel as integers: no tensor type crosses the border.
 template <typename T>
 inline T* at(uint64_t address) {

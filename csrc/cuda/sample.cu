@@ -29,8 +29,7 @@ __global__ void count_history(const SampleArgs a, bool add) {
 }  // namespace
 
 int64_t sample_workspace(int32_t rows, int32_t vocab) {
-  const int64_t counters = (static_cast<int64_t>(rows) * 4 + 15) / 16 * 16;
-  return counters + static_cast<int64_t>(rows) * (kMaxSplits * sizeof(Best) + strips_of(vocab) * sizeof(StripSum));
+  return static_cast<int64_t>(rows) * (kMaxSplits * sizeof(Best) + strips_of(vocab) * sizeof(StripSum));
 }
 
 void sample(const SampleArgs& a, uint64_t stream_address) {

@@ -5,7 +5,7 @@
 
 namespace tlt::cuda {
 
-enum class Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
+enum class Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };  // as csrc/cpu/row_kernels.h
 
 // Null pointers mean that no row uses the step. Shapes and types as kernels/tlt_kernels/params.py says.
 struct SampleArgs {
@@ -32,7 +32,8 @@ struct SampleArgs {
   const int64_t* forced;
   int64_t* tokens;
   float *logprobs, *raw_logprobs;
-  void* workspace;  // sample_workspace bytes, all zero before the first call
+  uint32_t* arrived;  // [R], all zero between calls
+  void* workspace;    // sample_workspace bytes, any content
   int32_t processors;  // multiprocessors of the device: only how the work is split, never what comes out
 };
 

@@ -16,6 +16,11 @@ constexpr float kReach = 30.0f;      // slot histogram: this far below the maxim
 constexpr int kNucleusSlots = 640;   // top-p alone: try the logits above this many slot maxima first
 constexpr float kFar = 40.0f;        // e^-40 of the largest mass, times any vocabulary, is below fp32's resolution
 
+inline __host__ __device__ int slots_of(int columns) { return (columns + 511) / 512 * 32; }
+
+// A slot is two groups of 8 ids, 256 ids apart, so that a warp's loads stay side by side.
+__device__ __forceinline__ int first_group(int slot) { return slot / 32 * 64 + slot % 32; }
+
 struct Cut {  // kept: z above, or z equal and the id not above
   float z;
   int id;
@@ -36,6 +41,21 @@ struct FilterShared {
   int listed, found;
 };
 
+// A value that at least `wanted` slot maxima reach, so at least that many entries of the row: within unit * kReach / 2048
+// of the best such value; -inf when fewer reach unit * kReach below the top.
+__device__ __forceinline__ float slot_bound(FilterShared& sh, const float* slots, int slot_count, float top, float unit,
+                                            int wanted) {
+  const float per_value = (kBins - 1) / (kReach * unit);
+  for (int i = threadIdx.x; i < kBins; i += kBlock) sh.counts[i] = 0;
+  __syncthreads();
+  for (int s = threadIdx.x; s < slot_count; s += kBlock) {
+    atomicAdd(&sh.counts[static_cast<int>(fminf((top - slots[s]) * per_value, kBins - 1.0f))], 1u);
+  }
+  block_scan(sh.counts, sh.scratch_counts);
+  const int bin = block_first(sh.counts, kBins - 1, 0u, static_cast<uint32_t>(wanted), &sh.found);
+  return bin >= kBins - 1 ? negative_infinity<float>() : top - (bin + 1) / per_value;
+}
+
 template <typename T, bool kMods>
 struct FilteredRow {
   const SampleArgs& a;
@@ -49,7 +69,6 @@ struct FilteredRow {
   float per_unit, x_max = 0.0f, z_max = 0.0f, total = 0.0f;
   float2 raw = make_float2(0.0f, 1.0f);
 
-  static __device__ __forceinline__ int first_group(int slot) { return slot / 32 * 64 + slot % 32; }
   __device__ __forceinline__ float mass(float z) const { return exp2_fast((z - z_max) * kLog2e); }
   __device__ __forceinline__ float z_of(float x) const { return row.z_of(x); }
 
@@ -123,19 +142,6 @@ struct FilteredRow {
     return block_sum(sum.sum * exp2_fast(sum.y_max - y_max), sh.scratch);
   }
 
-  // A logit that at least `wanted` slot maxima reach, so at least that many logits: within 1/68 of the best such in z.
-  __device__ __forceinline__ float slot_bound(int wanted) {
-    const float per_x = (kBins - 1) / (kReach * row.temperature);
-    for (int i = threadIdx.x; i < kBins; i += kBlock) sh.counts[i] = 0;
-    __syncthreads();
-    for (int s = threadIdx.x; s < slot_count; s += kBlock) {
-      atomicAdd(&sh.counts[static_cast<int>(fminf((x_max - slots[s]) * per_x, kBins - 1.0f))], 1u);
-    }
-    block_scan(sh.counts, sh.scratch_counts);
-    const int bin = block_first(sh.counts, kBins - 1, 0u, static_cast<uint32_t>(wanted), &sh.found);
-    return bin >= kBins - 1 ? negative_infinity<float>() : x_max - (bin + 1) / per_x;
-  }
-
   // Lists the logits >= floor_x as (z, id), sorted; returns how many there are, kList + 1 when they do not fit.
   __device__ __forceinline__ int list_above(float floor_x) {
     if (threadIdx.x == 0) sh.listed = 0;
@@ -186,7 +192,8 @@ struct FilteredRow {
     float bound = negative_infinity<float>();
     if (row.top_k > 0 || nucleus_only) {
       if (row.top_k > kList) return false;
-      bound = slot_bound(row.top_k > 0 ? row.top_k : kNucleusSlots) - slack;
+      bound = slot_bound(sh, slots, slot_count, x_max, row.temperature, row.top_k > 0 ? row.top_k : kNucleusSlots) -
+              slack;
     }
     const bool complete = !nucleus_only || by_min_p >= bound;
     if (!complete && row.min_p > 0.0f) return false;  // `total` covers more than min-p's survivors
@@ -397,8 +404,6 @@ struct FilteredRow {
     write_raw(a, row.row, logits, -1, raw);
   }
 };
-
-inline __host__ __device__ int slots_of(int columns) { return (columns + 511) / 512 * 32; }
 
 template <typename T, bool kMods>
 __global__ void __launch_bounds__(kBlock, 2) sample_filtered(const SampleArgs a) {

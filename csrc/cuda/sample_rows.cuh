@@ -19,21 +19,15 @@ struct StripSum {
   float y_max, sum, raw_max, raw_sum;
 };
 
-// Workspace: arrived [R], best [R, kMaxSplits], strips [R, S].
+// Workspace: best [R, kMaxSplits], strips [R, S].
 struct RowWorkspace {
-  unsigned* arrived;
   Best* best;
   StripSum* strips;
 };
 
 inline RowWorkspace row_workspace(void* workspace, int rows) {
-  char* at = static_cast<char*>(workspace);
-  const int64_t counters = (static_cast<int64_t>(rows) * 4 + 15) / 16 * 16;
-  RowWorkspace w;
-  w.arrived = reinterpret_cast<unsigned*>(at);
-  w.best = reinterpret_cast<Best*>(at + counters);
-  w.strips = reinterpret_cast<StripSum*>(at + counters + static_cast<int64_t>(rows) * kMaxSplits * sizeof(Best));
-  return w;
+  Best* best = static_cast<Best*>(workspace);
+  return {best, reinterpret_cast<StripSum*>(best + static_cast<int64_t>(rows) * kMaxSplits)};
 }
 
 template <typename T, bool kMods>
@@ -185,8 +179,8 @@ __global__ void __launch_bounds__(kRowThreads, 4) sample_rows(const SampleArgs a
   __threadfence();  // the strips and the best are visible before the arrival is
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = atomicAdd(w.arrived + r, 1u) == static_cast<unsigned>(splits) - 1u;
-    if (last) w.arrived[r] = 0;  // ready for the next call, a graph's replay included
+    last = atomicAdd(a.arrived + r, 1u) == static_cast<unsigned>(splits) - 1u;
+    if (last) a.arrived[r] = 0;  // ready for the next call, a graph's replay included
   }
   __syncthreads();
   if (last && warp == 0) {

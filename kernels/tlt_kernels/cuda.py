@@ -1,0 +1,252 @@
+"""The CUDA backend's calls: tensors in, raw addresses to tlt_engine._C, on torch's current stream.
+
+Knows neither requests nor which backend is chosen: sampling.py, tree.py and kv.py check arguments and call this.
+Nothing here waits for the device, and after a first call of the same size only results are allocated, so all of it can
+be captured in a CUDA graph. Shape legend: R packed rows, B requests, V vocabulary, D columns of a walk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from tlt_kernels.backend import current_stream, extension
+from tlt_kernels.params import NoiseIds, PackedTrees, RowParams, SampleResult, Walk
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # csrc/cuda/sample.h, Dtype
+MAX_NODES = 128
+MAX_VOCAB = 700_000  # 4 bytes of shared memory for every 16 logits, 46 KB beside; 227 KB a block
+PARAMS = (
+    "temperature", "top_k", "top_p", "min_p", "allowed_row", "allowed_bits", "bias_row", "bias_indptr", "bias_ids",
+    "bias_values", "repetition", "presence", "frequency", "history_row", "history_indptr", "history_ids",
+    "history_prompt", "parent_row", "node_tokens",
+)  # the order of csrc/bindings/cuda_sample.cpp
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@dataclass
+class _Scratch:
+    """Device memory that outlives calls. Outgrown buffers stay alive, since a captured graph may point at them; each
+    is at least twice the one before, so they add up to less than the last."""
+
+    zeros: dict[str, Tensor] = field(default_factory=dict)
+    outgrown: list[Tensor] = field(default_factory=list)
+
+    def get(self, name: str, size: int, device: torch.device) -> Tensor:
+        """uint8 [>= size], zero when new."""
+        held = self.zeros.get(name)
+        if held is not None and len(held) >= size:
+            return held
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{name}: expected {size} bytes of scratch before the capture, got "
+                f"{0 if held is None else len(held)}; run the op once with the largest sizes, then capture"
+            )
+        if held is not None:
+            self.outgrown.append(held)
+            size = max(size, 2 * len(held))
+        self.zeros[name] = torch.zeros(size, dtype=torch.uint8, device=device)
+        return self.zeros[name]
+
+
+_scratch: dict[tuple[torch.device, int], _Scratch] = {}
+_processors: dict[torch.device, int] = {}
+
+
+def _scratch_of(device: torch.device) -> _Scratch:
+    """One per stream: ops of one stream run in order, so they may share it."""
+    return _scratch.setdefault((device, current_stream(device)), _Scratch())
+
+
+def _processor_count(device: torch.device) -> int:
+    if device not in _processors:
+        _processors[device] = torch.cuda.get_device_properties(device).multi_processor_count
+    return _processors[device]
+
+
+def refuse_wide_vocab(vocab: int) -> None:
+    if vocab > MAX_VOCAB:
+        raise ValueError(
+            f"logits: expected at most {MAX_VOCAB} columns for backend 'cuda', got {vocab}; pass backend='reference'"
+        )
+
+
+def sample(
+    logits: Tensor,
+    ids: NoiseIds,
+    params: RowParams,
+    *,
+    vocab_limit: int | None = None,
+    forced: Tensor | None = None,
+    want_raw: bool = False,
+    scratch: _Scratch | None = None,
+) -> SampleResult:
+    """tlt_kernels.sample on the device. logits [R, V] with unit stride within a row, any stride between rows.
+
+    Beside the results: 4 bytes a row, under 2 KB a row of sums, and with penalties 4 bytes times V a history.
+    Raises ValueError for a vocabulary over MAX_VOCAB.
+    """
+    rows, vocab = logits.shape
+    refuse_wide_vocab(vocab)
+    device = logits.device
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=device)
+    raw = torch.empty(rows, dtype=torch.float32, device=device) if want_raw else None
+    penalised = any(t is not None for t in (params.repetition, params.presence, params.frequency))
+    histories = 0
+    if penalised and params.history_indptr is not None:
+        histories = len(params.history_indptr) - 1
+    held = scratch or _scratch_of(device)
+    arrived = held.get("arrived", 4 * rows, device)
+    counts = held.get("counts", 4 * histories * vocab, device)
+    workspace = held.get("sample", extension().cuda_sample_workspace(rows, vocab), device)
+    addresses = [
+        logits.data_ptr(), *(getattr(ids, f.name).data_ptr() for f in fields(ids)),
+        *(_address(getattr(params, name)) for name in PARAMS),
+        counts.data_ptr(), _address(forced), tokens.data_ptr(), logprobs.data_ptr(), _address(raw),
+        arrived.data_ptr(), workspace.data_ptr(),
+    ]
+    words = 0 if params.allowed_bits is None else params.allowed_bits.shape[1]
+    extension().cuda_sample(
+        addresses, DTYPES[logits.dtype], logits.stride(0), rows, vocab, vocab if vocab_limit is None else vocab_limit,
+        words, histories, _processor_count(device), stream=current_stream(device),
+    )
+    return SampleResult(tokens, logprobs, raw)
+
+
+@dataclass(frozen=True)
+class DraftTop:
+    """The best k of each row, best first. tokens int64 [R, k]: target ids, -1 where no id is left. scores fp32 [R, k]:
+    log softmax(logits / T) + g, with g the target's noise; logprobs fp32 [R, k] without g."""
+
+    tokens: Tensor
+    scores: Tensor
+    logprobs: Tensor
+
+
+def noisy_top_k(logits: Tensor, ids: NoiseIds, temperature: Tensor, k: int, d2t: Tensor | None = None) -> DraftTop:
+    """Top-k of log q / T + g over a draft vocabulary (DESIGN section 3, "The drafter may look at the same noise").
+
+    logits [R, V], unit stride within a row. temperature fp32 [R]: below 1e-5 no noise. d2t int64 [V]: draft id i stands
+    for target id i + d2t[i]; None = the same ids. ids: the identity of the child to draw. Ties go to the lower draft
+    id. A row with NaN or +inf gives -1 throughout. Raises ValueError for k or a vocabulary out of range.
+    """
+    rows, vocab = logits.shape
+    refuse_wide_vocab(vocab)
+    if not 1 <= k <= 1024:
+        raise ValueError(f"k: expected an int in [1, 1024], got {k}; a draft tree has at most {MAX_NODES} nodes")
+    tokens = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
+    scores, logprobs = (torch.empty(rows, k, dtype=torch.float32, device=logits.device) for _ in range(2))
+    extension().cuda_noisy_top_k(
+        logits.data_ptr(), DTYPES[logits.dtype], logits.stride(0), rows, vocab, k,
+        *(getattr(ids, f.name).data_ptr() for f in fields(ids)), temperature.data_ptr(), _address(d2t),
+        tokens.data_ptr(), scores.data_ptr(), logprobs.data_ptr(), stream=current_stream(logits.device),
+    )
+    return DraftTop(tokens, scores, logprobs)
+
+
+def pack_trees(tokens: Tensor, parents: Tensor, node_indptr: Tensor) -> PackedTrees:
+    """tlt_kernels.pack_trees on the device; values are the caller's to keep right (checking them would wait)."""
+    depths = torch.empty_like(parents)
+    ancestors = torch.empty(len(tokens), 2, dtype=torch.int64, device=tokens.device)
+    extension().cuda_pack_trees(
+        parents.data_ptr(), node_indptr.data_ptr(), len(node_indptr) - 1, depths.data_ptr(), ancestors.data_ptr(),
+        stream=current_stream(tokens.device),
+    )
+    return PackedTrees(tokens, parents, depths, ancestors, node_indptr)
+
+
+def tree_from_candidates(
+    tokens: Tensor, parents: Tensor, scores: Tensor, cand_indptr: Tensor, budgets: Tensor, *, rows: int, widest: int
+) -> PackedTrees:
+    """tlt_kernels.tree_from_candidates on the device. rows: the sum of the budgets, which sizes the result; rows
+    beyond node_indptr[B] are zero. widest: the most candidates of one tree (8,000 at most)."""
+    batch, device = len(budgets), tokens.device
+    if not 1 <= widest <= 8000:
+        raise ValueError(f"widest: expected 1 to 8000 candidates in a tree, got {widest}; propose fewer")
+    out = PackedTrees(
+        torch.zeros(rows, dtype=torch.int64, device=device), torch.zeros(rows, dtype=torch.int32, device=device),
+        torch.zeros(rows, dtype=torch.int32, device=device), torch.zeros(rows, 2, dtype=torch.int64, device=device),
+        torch.zeros(batch + 1, dtype=torch.int32, device=device),
+    )
+    workspace = _scratch_of(device).get("tree", extension().cuda_tree_workspace(batch), device)
+    extension().cuda_tree_from_candidates(
+        tokens.data_ptr(), parents.data_ptr(), scores.data_ptr(), cand_indptr.data_ptr(), budgets.data_ptr(), batch,
+        widest, workspace.data_ptr(), out.tokens.data_ptr(), out.parents.data_ptr(), out.depths.data_ptr(),
+        out.ancestors.data_ptr(), out.node_indptr.data_ptr(), stream=current_stream(device),
+    )
+    return out
+
+
+def verify_tree(sampled: Tensor, trees: PackedTrees, *, steps: int) -> Walk:
+    """The equality walk. steps: columns of the result, at least the deepest node's depth + 1; a walk is cut there."""
+    batch, device = len(trees.node_indptr) - 1, sampled.device
+    walk = Walk(
+        torch.empty(batch, dtype=torch.int32, device=device),
+        torch.empty(batch, steps, dtype=torch.int32, device=device),
+        torch.empty(batch, steps, dtype=torch.int64, device=device),
+    )
+    extension().cuda_verify_tree(
+        sampled.data_ptr(), trees.tokens.data_ptr(), trees.parents.data_ptr(), trees.node_indptr.data_ptr(), batch,
+        steps, walk.accept_lens.data_ptr(), walk.paths.data_ptr(), walk.tokens.data_ptr(),
+        stream=current_stream(device),
+    )
+    return walk
+
+
+def _planes(kv: Tensor) -> tuple[int, int, int, int, int]:
+    """Address, planes, pages, page size and bytes a row of kv [L, 2, P, page, Hkv, D]."""
+    layers, two, pages, page, heads, dim = kv.shape
+    return kv.data_ptr(), layers * two, pages, page, heads * dim * kv.element_size()
+
+
+def commit_kv(kv: Tensor, page_table: Tensor, prefix_lens: Tensor, walk: Walk) -> None:
+    """tlt_kernels.commit_kv on the device, all layers in one launch. Slots outside the table or cache are skipped."""
+    extension().cuda_commit_kv(
+        *_planes(kv), page_table.data_ptr(), page_table.shape[1], prefix_lens.data_ptr(), walk.accept_lens.data_ptr(),
+        walk.paths.data_ptr(), walk.paths.shape[1], len(prefix_lens), stream=current_stream(kv.device),
+    )
+
+
+def copy_pages(kv: Tensor, src: Tensor, dst: Tensor) -> None:
+    """tlt_kernels.copy_pages on the device. Pages outside the cache are skipped."""
+    extension().cuda_copy_pages(
+        *_planes(kv), src.data_ptr(), dst.data_ptr(), len(src), stream=current_stream(kv.device)
+    )
+
+
+def gather_accepted(rows: Tensor, node_indptr: Tensor, walk: Walk, out: Tensor) -> None:
+    """out [B, D, hidden]: out[b, d] = rows[node_indptr[b] + paths[b, d]] for d < accept_lens[b]; the rest stays as it
+    was. rows [R, hidden] and out contiguous, of one dtype of at least 2 bytes."""
+    extension().cuda_gather_accepted(
+        rows.data_ptr(), rows.shape[1] * rows.element_size(), node_indptr.data_ptr(), walk.accept_lens.data_ptr(),
+        walk.paths.data_ptr(), walk.paths.shape[1], len(walk.accept_lens), out.data_ptr(),
+        stream=current_stream(rows.device),
+    )
+
+
+def advance(walk: Walk, prefix_lens: Tensor, roots: Tensor) -> None:
+    """In place after the commit: prefix_lens int32 [B] grows by accept_lens, roots int64 [B] becomes the last emitted
+    token (0 where it is -1: that request fails, its row must still index the embedding)."""
+    extension().cuda_advance(
+        walk.accept_lens.data_ptr(), walk.tokens.data_ptr(), walk.tokens.shape[1], len(prefix_lens),
+        prefix_lens.data_ptr(), roots.data_ptr(), stream=current_stream(prefix_lens.device),
+    )
+
+
+def step_inputs(
+    node_indptr: Tensor, depths: Tensor, prefix_lens: Tensor, page_table: Tensor, *, page: int, pad_slot: int,
+    positions: Tensor, draws: Tensor, slots: Tensor,
+) -> None:
+    """Writes the next pass's positions, draw positions and KV slots, int64 [R] each (types.StepInputs). Rows beyond
+    node_indptr[B] get position 0, draw 1 and slot pad_slot."""
+    extension().cuda_step_inputs(
+        node_indptr.data_ptr(), depths.data_ptr(), prefix_lens.data_ptr(), page_table.data_ptr(), page_table.shape[1],
+        page, pad_slot, len(prefix_lens), len(positions), positions.data_ptr(), draws.data_ptr(), slots.data_ptr(),
+        stream=current_stream(positions.device),
+    )
