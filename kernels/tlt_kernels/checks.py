@@ -35,6 +35,28 @@ def _shape_name(shape: Shape) -> str:
     return f"[{', '.join(parts)}]"
 
 
+def _passes(
+    tensor: Tensor, dtype: torch.dtype | tuple[torch.dtype, ...] | None, shape: Shape | None,
+    device: torch.device | None, contiguous: bool,
+) -> bool:
+    """All of `check`'s conditions, without the words: a pass of 30 layers makes 720 checks, which took 8 ms when
+    each built its message first."""
+    if not isinstance(tensor, Tensor):
+        return False
+    if dtype is not None and tensor.dtype is not dtype and (type(dtype) is not tuple or tensor.dtype not in dtype):
+        return False
+    if shape is not None:
+        sizes = tuple(shape.values() if isinstance(shape, dict) else shape)
+        actual = tensor.shape
+        if sizes != actual:
+            if len(sizes) != len(actual):
+                return False
+            for size, got in zip(sizes, actual):
+                if size is not None and size != got:
+                    return False
+    return (device is None or tensor.device == device) and (not contiguous or tensor.is_contiguous())
+
+
 def check(
     name: str,
     tensor: Tensor,
@@ -49,6 +71,8 @@ def check(
     dtype: one, or several that will do. shape: sizes in order, or {name: size}; None = any size. device: the
     device that the op's other tensors are on. contiguous: row-major without gaps; the kernels take raw addresses.
     """
+    if _passes(tensor, dtype, shape, device, contiguous):
+        return tensor
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}; use torch.tensor(...)")
     dtypes = () if dtype is None else (dtype if isinstance(dtype, tuple) else (dtype,))
