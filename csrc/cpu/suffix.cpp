@@ -14,6 +14,9 @@ namespace {
 constexpr size_t kCandidates = 48;
 constexpr float kForget = 4096.0f;  // escapes: observations a cell remembers
 constexpr float kPrior = 4.0f;      // observations that PPM-C's guess counts for
+constexpr size_t kLevels = 12;      // contexts mixed
+constexpr float kGrowth = 1.3f;     // a shorter context of a source must have been seen this much more often than the last
+constexpr float kUnseen = 2e-5f;    // EM: probability of a token that no context has seen
 constexpr int64_t kSeam = 4;        // tokens of the prompt that the common text takes, as the context of an output's start
 
 int32_t bucket(int32_t value, const int32_t* upper, int32_t count) {
@@ -44,15 +47,15 @@ Escapes::Escapes() {
   }
 }
 
-int32_t Escapes::cell(int32_t length, int32_t total, int32_t distinct, bool failed, int32_t source) {
+int32_t Escapes::cell(int32_t length, int32_t total, int32_t distinct, int32_t source) {
   const int32_t shape = bucket(length, kLengths, 7) + 8 * (bucket(total, kTotals, 5) + 6 * bucket(distinct, kDistinct, 3));
-  return shape + 8 * 6 * 4 * (failed + 2 * source);
+  return shape + 8 * 6 * 4 * source;
 }
 
-void Escapes::learn(int32_t cell, bool escaped) {
+void Escapes::learn(int32_t cell, float weight, float escaped) {
   if (seen_[cell] >= kForget) seen_[cell] /= 2, escaped_[cell] /= 2;
-  seen_[cell] += 1;
-  escaped_[cell] += escaped ? 1.0f : 0.0f;
+  seen_[cell] += weight;
+  escaped_[cell] += escaped;
 }
 
 SuffixPool::SuffixPool(int64_t byte_budget, Tuning tuning, bool across_prompts)
@@ -115,44 +118,58 @@ SuffixPool::Matches SuffixPool::matches(const Sample& sample) const {
   return out;
 }
 
-// Visits the contexts of all sources from the longest down. candidates_ grows by what each context has seen and no
-// earlier one had, `chance` set to the count. visit(cell of the escape, total, first new candidate) returns false to stop.
-template <typename Visit>
-void SuffixPool::back_off(const Texts& texts, Matches at, Visit visit) {
-  candidates_.clear();
-  for (bool failed = false;;) {
+void SuffixPool::add_level(const SuffixAutomaton& text, int32_t state, int32_t length, int32_t source) {
+  const size_t first = hits_.size();
+  int32_t total = 0;
+  for (int32_t e = text.first_edge(state); e >= 0; e = text.edge(e).next) {
+    const uint32_t token = text.edge(e).token;
+    const int32_t count = text.occurrences(text.edge(e).target);
+    const auto known = std::find_if(candidates_.begin(), candidates_.end(), [&](const Candidate& c) { return c.token == token; });
+    hits_.push_back({static_cast<size_t>(known - candidates_.begin()), static_cast<float>(count)});
+    if (known == candidates_.end()) candidates_.push_back({token, 0.0f});
+    total += count;
+  }
+  levels_.push_back({Escapes::cell(length, total, text.degree(state), source), static_cast<float>(total), first});
+}
+
+// The contexts of all sources from the longest down, with what has followed each.
+void SuffixPool::collect(const Texts& texts, Matches at) {
+  candidates_.clear(), levels_.clear(), hits_.clear();
+  std::array<int32_t, kSources> seen = {0, 0};
+  while (levels_.size() < kLevels) {
     const int32_t source = at[kCommon].length > at[kOwn].length ? kCommon : kOwn;
     const SuffixAutomaton& text = *texts[source];
     const int32_t state = at[source].state, length = std::min(at[source].length, text.length(state));
     if (state <= 0) return;  // the longest context left is the empty one
     at[source].state = text.link(state);
     at[source].length = std::min(length, text.length(at[source].state));
-    const size_t first = candidates_.size();
-    if (first + static_cast<size_t>(text.degree(state)) > kCandidates) return;
-    int32_t total = 0;
-    for (int32_t e = text.first_edge(state); e >= 0; e = text.edge(e).next) {
-      const uint32_t token = text.edge(e).token;
-      const auto known = candidates_.begin() + static_cast<std::ptrdiff_t>(first);
-      if (std::any_of(candidates_.begin(), known, [&](const Candidate& c) { return c.token == token; })) continue;
-      const int32_t count = text.occurrences(text.edge(e).target);
-      candidates_.push_back({token, static_cast<float>(count)});
-      total += count;
-    }
-    if (candidates_.size() == first) continue;
-    const int32_t distinct = static_cast<int32_t>(candidates_.size() - first);
-    if (!visit(Escapes::cell(length, total, distinct, failed, source), total, first)) return;
-    failed = true;
+    if (text.degree(state) == 0 || text.occurrences(state) < kGrowth * static_cast<float>(seen[source])) continue;
+    if (candidates_.size() + static_cast<size_t>(text.degree(state)) > kCandidates) return;
+    seen[source] = text.occurrences(state);
+    add_level(text, state, length, source);
   }
 }
 
-// Which escapes happened before `token` was found: the contexts that predict() would have gone through.
+// EM: how much of `token`'s mass came from each context's own counts, and how much from below it.
 void SuffixPool::learn(const Sample& sample, uint32_t token) {
-  back_off(texts(sample), matches(sample), [&](int32_t cell, int32_t, size_t first) {
-    const auto begin = candidates_.begin() + static_cast<std::ptrdiff_t>(first);
-    const bool hit = std::any_of(begin, candidates_.end(), [&](const Candidate& c) { return c.token == token; });
-    escapes_.learn(cell, !hit);
-    return !hit;
-  });
+  collect(texts(sample), matches(sample));
+  std::array<float, kLevels + 1> below;
+  below[levels_.size()] = kUnseen;
+  for (size_t i = levels_.size(); i-- > 0;) {
+    const Level& level = levels_[i];
+    const size_t end = i + 1 < levels_.size() ? levels_[i + 1].first : hits_.size();
+    float count = 0;
+    for (size_t h = level.first; h < end; ++h)
+      if (candidates_[hits_[h].candidate].token == token) count = hits_[h].count;
+    const float escape = escapes_.share(level.cell);
+    below[i] = (1 - escape) * count / level.total + escape * below[i + 1];
+  }
+  float weight = 1;
+  for (size_t i = 0; i < levels_.size() && weight > 1e-3f; ++i) {
+    const float escaped = weight * escapes_.share(levels_[i].cell) * below[i + 1] / below[i];
+    escapes_.learn(levels_[i].cell, weight, escaped);
+    weight = escaped;
+  }
 }
 
 void SuffixPool::append(const int64_t* handles, const int64_t* indptr, int64_t count, const int64_t* tokens) {
@@ -203,17 +220,19 @@ void SuffixPool::enforce_budget() {
   }
 }
 
-// Fills candidates_ with q of each and returns the chance that the next token is none of them. PPM with exclusion: a
-// context's mass goes to what it has seen, its escape's to what only later contexts have.
+// Fills candidates_ with q of each and returns the chance that the next token is none of them.
 float SuffixPool::predict(const Texts& texts, const Matches& at) {
+  collect(texts, at);
   float rest = 1.0f;
-  back_off(texts, at, [&](int32_t cell, int32_t total, size_t first) {
-    const float escape = escapes_.chance(cell);
-    const float unit = rest * (1.0f - escape) / static_cast<float>(total);
-    for (size_t i = first; i < candidates_.size(); ++i) candidates_[i].chance *= unit;
+  for (size_t i = levels_.size(), end = hits_.size(); i-- > 0;) {
+    const Level& level = levels_[i];
+    const float escape = escapes_.share(level.cell);
     rest *= escape;
-    return true;
-  });
+    for (Candidate& c : candidates_) c.chance *= escape;
+    for (size_t h = level.first; h < end; ++h)
+      candidates_[hits_[h].candidate].chance += (1 - escape) * hits_[h].count / level.total;
+    end = level.first;
+  }
   return rest;
 }
 

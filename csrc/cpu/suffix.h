@@ -14,18 +14,18 @@
 
 namespace tlt {
 
-// Chance that the next token is none of those seen after a context: PPM's escape, learned online for contexts alike
-// ("secondary escape estimation", Shkarin 2002). Alike: suffix length, occurrences, distinct continuations, whether a
-// longer context has failed already, and whose text it is. Starts at PPM-C's distinct / (occurrences + distinct).
+// Weights of a mixture of contexts (Jelinek and Mercer 1980): the share of its mass that a context leaves to the shorter
+// ones, learned online by EM for contexts alike in suffix length, occurrences, distinct continuations and whose text it
+// is. Starts at PPM-C's distinct / (occurrences + distinct).
 class Escapes {
  public:
   Escapes();
-  static int32_t cell(int32_t length, int32_t total, int32_t distinct, bool failed, int32_t source);
-  float chance(int32_t cell) const { return escaped_[cell] / seen_[cell]; }
-  void learn(int32_t cell, bool escaped);
+  static int32_t cell(int32_t length, int32_t total, int32_t distinct, int32_t source);
+  float share(int32_t cell) const { return escaped_[cell] / seen_[cell]; }
+  void learn(int32_t cell, float weight, float escaped);
 
  private:
-  static constexpr int32_t kCells = 8 * 6 * 4 * 2 * 2;
+  static constexpr int32_t kCells = 8 * 6 * 4 * 2;
   std::array<float, kCells> escaped_, seen_;
 };
 
@@ -103,7 +103,16 @@ class SuffixPool {
   };
   struct Candidate {
     uint32_t token;
-    float chance;  // a count, then q, then the share that wins given the noise
+    float chance;  // q, then the share that wins given the noise
+  };
+  struct Level {  // one context; its continuations are hits_[first : first of the next level]
+    int32_t cell;
+    float total;
+    size_t first;
+  };
+  struct Hit {
+    size_t candidate;
+    float count;
   };
   struct Node {
     double chance;  // of the whole path
@@ -122,8 +131,8 @@ class SuffixPool {
   Texts texts(const Sample& sample) const { return {&sample.group->text.automaton, &common_.automaton}; }
   Matches matches(const Sample& sample) const;
   static Match follow(const SuffixAutomaton& text, Match at, uint32_t token);
-  template <typename Visit>
-  void back_off(const Texts& texts, Matches at, Visit visit);
+  void collect(const Texts& texts, Matches at);
+  void add_level(const SuffixAutomaton& text, int32_t state, int32_t length, int32_t source);
   void learn(const Sample& sample, uint32_t token);
   float predict(const Texts& texts, const Matches& at);
   void weigh(const DraftRequest& request, int32_t depth, float escape);
@@ -139,7 +148,9 @@ class SuffixPool {
   std::unordered_map<std::string, GroupRef> index_;
   std::unordered_map<int64_t, Sample> samples_;
   int64_t next_handle_ = 1;
-  std::vector<Candidate> candidates_;  // scratch of one prediction
+  std::vector<Candidate> candidates_;  // scratch of one prediction, as levels_ and hits_
+  std::vector<Level> levels_;
+  std::vector<Hit> hits_;
   std::vector<Node> heap_;             // scratch of one tree
   mutable std::mutex mutex_;           // calls come with the GIL released
 };
