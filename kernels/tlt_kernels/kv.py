@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tlt_kernels import cuda
 from tlt_kernels.backend import BackendName, choose, extension, threads
 from tlt_kernels.checks import check, check_range
 from tlt_kernels.params import Walk
@@ -76,8 +77,9 @@ def commit_kv(
     check("prefix_lens", prefix_lens, torch.int32, {"B": batch}, kv.device)
     check("walk.accept_lens", walk.accept_lens, torch.int32, {"B": batch}, kv.device)
     check("walk.paths", walk.paths, torch.int32, {"B": batch, "D": None}, kv.device)
-    if choose("commit_kv", backend, kv.device) == "reference":
-        reference.commit_kv(kv, page_table, prefix_lens, walk)
+    picked = choose("commit_kv", backend, kv.device, cuda=("cuda", "reference"))
+    if picked != "cpp":
+        (cuda if picked == "cuda" else reference).commit_kv(kv, page_table, prefix_lens, walk)
         return
     layers, _, pages, page, heads, dim = kv.shape
     extension().commit_kv(
@@ -99,8 +101,9 @@ def copy_pages(kv: Tensor, src: Tensor, dst: Tensor, *, backend: BackendName | N
     if kv.device.type == "cpu":
         check_range("src", src, 0, pages - 1)
         check_range("dst", dst, 0, pages - 1)
-    if choose("copy_pages", backend, kv.device) == "reference":
-        reference.copy_pages(kv, src, dst)
+    picked = choose("copy_pages", backend, kv.device, cuda=("cuda", "reference"))
+    if picked != "cpp":
+        (cuda if picked == "cuda" else reference).copy_pages(kv, src, dst)
         return
     extension().copy_pages(
         kv.data_ptr(), layers * 2, pages, page * heads * dim * kv.element_size(), src.data_ptr(), dst.data_ptr(),

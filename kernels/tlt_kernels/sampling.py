@@ -11,6 +11,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from tlt_kernels import cuda
 from tlt_kernels.backend import BackendName, choose, extension, threads
 from tlt_kernels.checks import check, check_range
 from tlt_kernels.noise import addresses, check_ids, check_vocab
@@ -119,7 +120,8 @@ def _check(
             "exist for the sampler"
         )
     check_params(params, rows, vocab, logits.device)
-    return choose(op, backend, logits.device), limit
+    on_gpu: tuple[BackendName, ...] = ("cuda", "reference") if op == "sample" else ("reference",)
+    return choose(op, backend, logits.device, cuda=on_gpu), limit
 
 
 def _fields(params: RowParams) -> tuple[dict[str, int], int]:
@@ -158,6 +160,8 @@ def sample(
     if picked == "reference":
         noise = reference_noise.gumbel_noise(ids, vocab)
         return reference.sample(logits, noise, params, vocab_limit=limit, forced=forced, want_raw=want_raw)
+    if picked == "cuda":
+        return cuda.sample(logits, ids, params, vocab_limit=limit, forced=forced, want_raw=want_raw)
     tokens = torch.empty(rows, dtype=torch.int64)
     logprobs = torch.empty(rows)
     raw = torch.empty(rows) if want_raw else None

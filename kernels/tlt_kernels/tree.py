@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from tlt_kernels import cuda
 from tlt_kernels.backend import BackendName, choose, extension
 from tlt_kernels.checks import check
 from tlt_kernels.params import PackedTrees, Walk
@@ -37,7 +38,9 @@ def pack_trees(
     Raises ValueError for empty trees, more than 128 nodes in one, or a parent that does not stand before its child.
     """
     batch = _check_packed(tokens, parents, node_indptr, "node_indptr")
-    picked = choose("pack_trees", backend, tokens.device)
+    picked = choose("pack_trees", backend, tokens.device, cuda=("reference", "cuda"))
+    if picked == "cuda":  # values unchecked: looking at them would wait for the device
+        return cuda.pack_trees(tokens, parents, node_indptr)
     if picked == "reference":
         _refuse_bad_trees(parents, node_indptr, "node_indptr", MAX_NODES)
         return reference.pack_trees(tokens, parents, node_indptr)
@@ -87,7 +90,12 @@ def tree_from_candidates(
         raise ValueError("scores: expected numbers, got NaN; fail the request whose logits hold it before drafting")
     if batch and (int(budgets.min()) < 1 or int(budgets.max()) > MAX_NODES):
         raise ValueError(f"budgets: expected 1 to {MAX_NODES} nodes with the root, got {budgets.tolist()}; lower them")
-    picked = choose("tree_from_candidates", backend, tokens.device)
+    picked = choose("tree_from_candidates", backend, tokens.device, cuda=("reference", "cuda"))
+    if picked == "cuda":  # sizes its result here, so it waits for the device; cuda.tree_from_candidates does not
+        widest, rows = int(cand_indptr.diff().max()) if batch else 1, int(budgets.sum())
+        out = cuda.tree_from_candidates(tokens, parents, scores, cand_indptr, budgets, rows=rows, widest=widest)
+        n = int(out.node_indptr[-1])
+        return PackedTrees(out.tokens[:n], out.parents[:n], out.depths[:n], out.ancestors[:n], out.node_indptr)
     if picked == "reference":
         _refuse_bad_trees(parents, cand_indptr, "cand_indptr", None)
         return reference.tree_from_candidates(tokens, parents, scores, cand_indptr, budgets)
@@ -110,8 +118,11 @@ def verify_tree(sampled: Tensor, trees: PackedTrees, *, backend: BackendName | N
     """
     batch = _check_packed(trees.tokens, trees.parents, trees.node_indptr, "trees.node_indptr")
     check("sampled", sampled, torch.int64, {"R": len(trees.tokens)}, trees.tokens.device)
-    if choose("verify_tree", backend, sampled.device) == "reference":
+    picked = choose("verify_tree", backend, sampled.device, cuda=("cuda", "reference"))
+    if picked == "reference":
         return reference.verify_tree(sampled, trees)
+    if picked == "cuda":  # the deepest node is known on the device only: as many columns as any tree can need
+        return cuda.verify_tree(sampled, trees, steps=min(len(sampled), MAX_NODES))
     steps = int(trees.depths.max()) + 1 if len(trees.depths) else 0
     accept_lens = torch.empty(batch, dtype=torch.int32)
     paths = torch.empty(batch, steps, dtype=torch.int32)
