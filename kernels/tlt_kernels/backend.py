@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from types import ModuleType
 from typing import Literal
 
@@ -17,10 +18,11 @@ BackendName = Literal["reference", "cpp", "cuda", "triton"]
 BACKENDS: tuple[BackendName, ...] = ("reference", "cpp", "cuda", "triton")
 
 
+@cache
 def extension() -> ModuleType:
     """tlt_engine._C. Raises ImportError with the remedy when it has not been built."""
     try:
-        from tlt_engine import _C  # type: ignore[attr-defined]
+        from tlt_engine import _C
     except ImportError as error:
         raise ImportError(
             f"tlt_engine._C: expected the compiled extension, got {error}; build it with `pip install -e .`"

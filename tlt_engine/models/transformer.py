@@ -103,7 +103,7 @@ class Transformer:
         v_cache: Tensor, window: int,
     ) -> Tensor:
         c = self.config
-        qkv = linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+        qkv = linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias, checked=False)
         qkv = qkv.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         qk = self._rotate(self._qk_norm(layer, qkv[:, : c.num_heads + c.num_kv_heads]), rotation)
         q, k = qk[:, : c.num_heads], qk[:, c.num_heads :]
@@ -112,7 +112,7 @@ class Transformer:
             q, k_cache, v_cache, step.page_table, step.prefix_lens, step.node_indptr, step.ancestors, step.causal,
             step.positions, scale=self._scale, window=window,
         )
-        return linear(out.view(len(x), -1), layer.o, layer.o_bias, base=x)
+        return linear(out.view(len(x), -1), layer.o, layer.o_bias, base=x, checked=False)
 
     def _qk_norm(self, layer: LayerWeights, qk: Tensor) -> Tensor:
         """Per-head RMSNorm of queries and keys (Qwen3), one pass over both."""
@@ -131,8 +131,8 @@ class Transformer:
         return rotated if dim == self.config.head_dim else torch.cat((rotated, qk[..., dim:]), -1)
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        gate, up = linear(self._norm(x, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        return linear(F.silu(gate) * up, layer.down, layer.down_bias, base=x)
+        gate, up = linear(self._norm(x, layer.post_norm), layer.gate_up, layer.gate_up_bias, checked=False).chunk(2, -1)
+        return linear(F.silu(gate) * up, layer.down, layer.down_bias, base=x, checked=False)
 
     def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
         if len(rows) != len(x):  # logit_rows is ascending: as many as rows means all of them
