@@ -6,6 +6,7 @@ that is wrong on purpose.
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
 import shlex
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tlt_kernels
+import tlt_kernels.linear
 import typer
 
 import tlt_engine
@@ -244,6 +247,25 @@ def test_the_tables_for_vllm_users_are_right() -> None:
     assert wrong_rows(text) == []
     assert wrong_rows(text.replace("| `block_size` | `page_size` |", "| `block_size` | `block_size` |")) != []
     assert wrong_rows(text.replace("| `bad_words` |", "| `min_tokens` |")) != []
+
+
+def op_complaints(text: str) -> list[str]:
+    """Ops in the list of docs/design.md that do not exist so, and ops of tlt_kernels that it leaves out."""
+    listed = text.split("\n## Ops", 1)[1]
+    signatures = re.findall(r"^    (\w+)\((.*?)\) -> ", listed, re.M | re.S)
+    wrong = [f"{op} is not listed" for op in tlt_kernels.__all__ if op.islower() and op not in dict(signatures)]
+    for op, arguments in signatures:
+        found = getattr(tlt_kernels, op)
+        known = inspect.signature(getattr(found, op) if inspect.ismodule(found) else found).parameters
+        wrong += [f"{op}: no argument {name}" for name in re.findall(r"(\w+)=", arguments) if name not in known]
+    return wrong
+
+
+def test_the_listed_ops_exist() -> None:
+    text = (ROOT / "docs/design.md").read_text()
+    assert op_complaints(text) == []
+    assert op_complaints(text.replace("forced=None", "given=None")) == ["sample: no argument given"]
+    assert op_complaints(text.replace("    verify_tree(", "    ")) == ["verify_tree is not listed"]
 
 
 @pytest.mark.parametrize("refused", ["best_of", "guided_decoding", "bad_words", "truncate_prompt_tokens"])
