@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.tiny import ARCHS, Runner, hf_logits, prefill_logits, tiny_config, tiny_hf_model, tiny_target
+from tlt_engine.models import transformer
 from tlt_engine.models.config import ModelConfig, default_aux_layers
 from tlt_engine.models.loader import load_model
 from tlt_engine.models.transformer import Transformer
@@ -178,19 +179,39 @@ def test_logits_only_for_the_rows_asked_for() -> None:
     step, kv = seen[0]
     for rows in ([], [3], [0, 7, 39]):
         part = type(step)(**{**step.__dict__, "logit_rows": torch.tensor(rows, dtype=torch.int64)})
-        torch.testing.assert_close(model(part, kv).logits, full[rows], rtol=0, atol=1e-5)
+        assert torch.equal(model(part, kv).logits, full[rows])
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+ODD_SIZES = {"hidden_size": 36, "head_dim": 10, "intermediate_size": 50}  # no multiple of a vector anywhere
+
+
+def in_pieces(model: Transformer, ids: list[int], page_size: int, cuts: list[int]) -> Tensor:
+    runner = Runner(model, page_size=page_size, length=len(ids))
+    return torch.cat([runner.step({0: ids[a:b]})[0][0] for a, b in zip([0, *cuts], [*cuts, len(ids)])])
+
+
+@pytest.mark.parametrize("sizes", [{}, ODD_SIZES], ids=["", "odd sizes"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_chunks_rows_and_trees_equal_one_prefill(arch: str, page_size: int) -> None:
-    model = tiny_target(arch)
-    whole = Runner(model, page_size=page_size).step({0: IDS})[0][0]
-    chunked, by_row = Runner(model, page_size=page_size), Runner(model, page_size=page_size)
-    chunks = torch.cat([chunked.step({0: IDS[a:b]})[0][0] for a, b in ((0, 7), (7, 8), (8, 25), (25, 40))])
-    rows = torch.cat([by_row.step({0: [t]})[0][0] for t in IDS])
-    torch.testing.assert_close(chunks, whole, rtol=0, atol=1e-5)
-    torch.testing.assert_close(rows, whole, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_chunks_and_rows_equal_one_prefill(arch: str, page_size: int, sizes: dict[str, Any]) -> None:
+    """Bit for bit: in fp32 on the CPU a row's result depends on its own context only."""
+    model = tiny_target(arch, **sizes)
+    whole = in_pieces(model, IDS, page_size, [])
+    assert torch.equal(in_pieces(model, IDS, page_size, [7, 8, 25]), whole)
+    assert torch.equal(in_pieces(model, IDS, page_size, list(range(1, len(IDS)))), whole)
+
+
+def test_equality_check_sees_products_that_depend_on_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsteady(x: Tensor, w: Tensor, bias: Tensor | None = None, *, base: Any = 0, checked: bool = True) -> Tensor:
+        half = x.shape[1] // 2 if len(x) > 1 else 0  # another order of summation for one row than for many
+        product = x[:, :half] @ w[:, :half].T + x[:, half:] @ w[:, half:].T
+        return base + (product if bias is None else product + bias)
+
+    monkeypatch.setattr(transformer, "linear", unsteady)
+    model = tiny_target("llama")
+    by_row, whole = in_pieces(model, IDS, 4, list(range(1, len(IDS)))), in_pieces(model, IDS, 4, [])
+    torch.testing.assert_close(by_row, whole, rtol=0, atol=FP32_BOUND)
+    assert not torch.equal(by_row, whole)
 
 
 TREE = [-1, 0, 0, 0, 1, 2, 2, 5, 4]  # three siblings below the root, then deeper
@@ -202,7 +223,7 @@ def path_to(node: int) -> list[int]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_tree_rows_equal_their_root_path(arch: str) -> None:
-    """F14 too: with a window of 8 the depth of a node counts, not its index."""
+    """Bit for bit. F14 too: with a window of 8 the depth of a node counts, not its index."""
     tokens = IDS[20 : 20 + len(TREE)]
     extra: dict[str, Any] = {} if arch == "llama" else {"sliding_window": 8}
     if arch.startswith("qwen"):
@@ -214,7 +235,7 @@ def test_tree_rows_equal_their_root_path(arch: str) -> None:
     for node in range(len(TREE)):
         path = [tokens[n] for n in path_to(node)]
         plain = prefill_logits(model, IDS[:20] + path)[0][-1]
-        torch.testing.assert_close(logits[node], plain, rtol=0, atol=FP32_BOUND)
+        assert torch.equal(logits[node], plain)
 
 
 def test_tree_check_sees_positions_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +263,7 @@ def test_requests_of_one_step_do_not_mix() -> None:
     alone.step({0: IDS[:5]})
     alone.step({2: IDS[5:25]})
     for b, (ids, parents) in {0: (IDS[25:28], {0: [-1, 0, 0]}), 1: (IDS[:9], {}), 2: (IDS[30:33], {})}.items():
-        torch.testing.assert_close(mixed[b], alone.step({b: ids}, parents=parents)[0][b], rtol=0, atol=1e-5)
+        assert torch.equal(mixed[b], alone.step({b: ids}, parents=parents)[0][b])
 
 
 # F13: which layers have a window.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import hf_logits, prefill_logits
+from tests.tiny import Runner, hf_logits, prefill_logits
 from tlt_engine.models import gguf
 from tlt_engine.models.loader import LoadedModel, load_model
 
@@ -111,3 +111,15 @@ def test_logits_and_greedy_answer_equal_transformers(demo: LoadedModel) -> None:
     assert (ours - theirs).norm() / theirs.norm() < 1e-5
     assert (ours - theirs).abs().max() < 1e-3
     assert ours.argmax(-1)[len(ids) - 1 : -1].tolist() == whole[len(ids) :]
+
+
+@needs_demo
+def test_verified_rows_equal_decoded_rows_bit_for_bit(demo: LoadedModel) -> None:
+    """A chain of 9 verified in one pass, against the same tokens decoded one by one: the sizes of a real model."""
+    ids = [int(i) for i in torch.randint(0, 49152, (80,), generator=torch.Generator().manual_seed(5))]
+    verify, decode = Runner(demo.model, page_size=16, length=96), Runner(demo.model, page_size=16, length=96)
+    verify.step({0: ids[:71]})
+    decode.step({0: ids[:33]})
+    decode.step({0: ids[33:71]})
+    tree = verify.step({0: ids[71:]}, parents={0: list(range(-1, 8))})[0][0]
+    assert torch.equal(tree, torch.cat([decode.step({0: [t]})[0][0] for t in ids[71:]]))

@@ -3,6 +3,7 @@ H hidden, Hq / Hkv query and key-value heads, D head dimension.
 
 Knows neither requests nor sampling: token ids, positions and cache slots in, logits and hidden states out. The same
 pass serves prefill, plain decoding and verification. No host sync and no data-dependent Python: safe in a CUDA graph.
+In fp32 on the CPU a row's bits depend on its own context only, not on the other rows of the pass.
 """
 
 from __future__ import annotations
