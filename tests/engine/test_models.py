@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.tiny import ARCHS, Runner, hf_logits, prefill_logits, tiny_config, tiny_hf_model, tiny_target
+from tlt_engine.kvcache.storage import KVStorage
 from tlt_engine.models import transformer
 from tlt_engine.models.config import ModelConfig, default_aux_layers
 from tlt_engine.models.loader import load_model
@@ -349,3 +350,27 @@ def test_length_beyond_the_context_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_model_len: expected an integer in \[1, 256\].*yarn"):
         tiny_target(max_model_len=257)
     assert tiny_target(max_model_len=256).max_model_len == 256
+
+
+# Where K and V lie.
+
+
+def test_kv_storage_layers_are_views_of_one_tensor() -> None:
+    kv = KVStorage(3, 5, 4, 2, 8, torch.bfloat16, "cpu")
+    assert (kv.num_pages, kv.page_size, kv.bytes) == (5, 4, 3 * 2 * 5 * 4 * 2 * 8 * 2)
+    k, v = kv.layer(1)
+    k.fill_(1)
+    v.fill_(2)
+    assert kv.data.shape == (3, 2, 5, 4, 2, 8)
+    assert (kv.data[1, 0] == 1).all() and (kv.data[1, 1] == 2).all() and (kv.data[[0, 2]] == 0).all()
+    with pytest.raises(ValueError, match="KVStorage: expected"):
+        KVStorage(3, 0, 4, 2, 8, torch.float32, "cpu")
+
+
+def test_pass_writes_its_own_slots_only() -> None:
+    model = tiny_target()
+    runner = Runner(model, requests=2, length=16)
+    runner.step({1: IDS[:6]})
+    keys = runner.kv.data[0, 0].reshape(-1, 2, 8)
+    written = [i for i in range(len(keys)) if keys[i].abs().sum() > 0]
+    assert written == list(range(16, 22))
