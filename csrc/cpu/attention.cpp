@@ -113,8 +113,8 @@ RunItem best_kernel() {
   if (most != "plain" && most != "avx2" && most != "avx512")
     throw std::invalid_argument("TLT_CPU_ISA: expected plain, avx2 or avx512, got " + most + "; unset it for the best");
 #ifdef TLT_X86
-  if (most == "avx512" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl"))
+  if (most == "avx512" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
     return avx512::run_item;
   if (most != "plain" && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::run_item;
 #endif

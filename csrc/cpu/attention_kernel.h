@@ -162,10 +162,14 @@ static void transpose(const float** keys, int count, int64_t dim, float* keys_t)
   for (int j = 0; j < count; j += 4) {
     int64_t d = 0;
     for (; d + 4 <= dim; d += 4) {
-      const Quad a = *reinterpret_cast<const Quad*>(keys[j] + d), b = *reinterpret_cast<const Quad*>(keys[j + 1] + d);
-      const Quad c = *reinterpret_cast<const Quad*>(keys[j + 2] + d), e = *reinterpret_cast<const Quad*>(keys[j + 3] + d);
-      const Quad ab_low = __builtin_shuffle(a, b, QuadIndex{0, 4, 1, 5}), ab_high = __builtin_shuffle(a, b, QuadIndex{2, 6, 3, 7});
-      const Quad ce_low = __builtin_shuffle(c, e, QuadIndex{0, 4, 1, 5}), ce_high = __builtin_shuffle(c, e, QuadIndex{2, 6, 3, 7});
+      const Quad a = *reinterpret_cast<const Quad*>(keys[j] + d);
+      const Quad b = *reinterpret_cast<const Quad*>(keys[j + 1] + d);
+      const Quad c = *reinterpret_cast<const Quad*>(keys[j + 2] + d);
+      const Quad e = *reinterpret_cast<const Quad*>(keys[j + 3] + d);
+      const Quad ab_low = __builtin_shuffle(a, b, QuadIndex{0, 4, 1, 5});
+      const Quad ab_high = __builtin_shuffle(a, b, QuadIndex{2, 6, 3, 7});
+      const Quad ce_low = __builtin_shuffle(c, e, QuadIndex{0, 4, 1, 5});
+      const Quad ce_high = __builtin_shuffle(c, e, QuadIndex{2, 6, 3, 7});
       float* to = keys_t + d * kBlock + j;
       *reinterpret_cast<Quad*>(to) = __builtin_shuffle(ab_low, ce_low, QuadIndex{0, 1, 4, 5});
       *reinterpret_cast<Quad*>(to + kBlock) = __builtin_shuffle(ab_low, ce_low, QuadIndex{2, 3, 6, 7});
@@ -190,10 +194,6 @@ static void offsets_of(const AttentionArgs& a, const Item& item, int64_t first, 
   }
 }
 
-static inline void prefetch(const char* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
-}
-
 // Reads the keys and values at logical slots first .. first + count - 1 (count <= 64) of the item's request and head.
 // values[j] is set for j < count; columns of keys_t beyond count are never visible and may hold anything.
 static void read_block(const AttentionArgs& a, const Item& item, int64_t first, int count, const Scratch& w,
@@ -201,14 +201,10 @@ static void read_block(const AttentionArgs& a, const Item& item, int64_t first, 
   const int64_t size = a.dtype == Float::f32 ? 4 : 2;
   const char* k_cache = static_cast<const char*>(a.k_cache);
   const char* v_cache = static_cast<const char*>(a.v_cache);
-  int64_t offsets[kBlock], ahead[kBlock];
+  int64_t offsets[kBlock];
   offsets_of(a, item, first, count, offsets);
-  const int next = static_cast<int>(std::min<int64_t>(item.prefix + item.nodes - first - count, kBlock));
-  offsets_of(a, item, first + count, next, ahead);
   const float* keys[kBlock];
   for (int j = 0; j < count; ++j) {
-    prefetch(v_cache + offsets[j] * size, a.dim * size);
-    if (j < next) prefetch(k_cache + ahead[j] * size, a.dim * size);
     keys[j] = reinterpret_cast<const float*>(k_cache + offsets[j] * size);
     if (a.dtype == Float::f32) continue;
     widen(keys[j], a.dtype, a.dim, w.key_rows + j * w.width);
