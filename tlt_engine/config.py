@@ -74,8 +74,8 @@ class SpeculationConfig:
     """
 
     method: str = "model_free"
-    profile: Profile = field(default_factory=lambda: Profile(depth=8, top_k=2, verify=12))
-    min_chance: float = 0.25
+    profile: Profile = field(default_factory=lambda: Profile(depth=8, top_k=4, verify=16))
+    min_chance: float = 0.08
     audit: float = 0.0
     model_free_bytes: int = 256 * 2**20
 

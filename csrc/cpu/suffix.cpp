@@ -12,8 +12,9 @@ namespace {
 // Candidates looked at for one node. Each costs a Philox call and two logarithms, some 50 ns; a short context with more
 // distinct continuations than this has none worth a row.
 constexpr size_t kCandidates = 48;
-constexpr float kForget = 4096.0f;  // escapes: observations a cell remembers
+constexpr float kForget = 4096.0f;  // observations that a learned estimate remembers
 constexpr float kPrior = 4.0f;      // observations that PPM-C's guess counts for
+constexpr float kTrust = 50.0f;     // forecasts: drafts that the raw estimate counts for
 constexpr size_t kLevels = 12;      // contexts mixed
 constexpr float kGrowth = 1.3f;     // a shorter context of a source must have been seen this much more often than the last
 constexpr float kUnseen = 2e-5f;    // EM: probability of a token that no context has seen
@@ -58,6 +59,30 @@ void Escapes::learn(int32_t cell, float weight, float escaped) {
   escaped_[cell] += escaped;
 }
 
+Forecasts::Forecasts() {
+  for (int32_t i = 0; i < 2 * kBins; ++i) {
+    const float root = (static_cast<float>(i % kBins) + 0.5f) / kBins;
+    right_[i] = expected_[i] = kTrust * root * root;
+  }
+}
+
+// Bins are narrower where estimates are small, since most are.
+int32_t Forecasts::bin(float raw, bool greedy) {
+  return std::min(static_cast<int32_t>(std::sqrt(raw) * kBins), kBins - 1) + kBins * greedy;
+}
+
+float Forecasts::chance(float raw, bool greedy) const {
+  const int32_t i = bin(raw, greedy);
+  return std::min(raw * right_[i] / expected_[i], 1.0f);
+}
+
+void Forecasts::learn(float raw, bool greedy, bool right) {
+  const int32_t i = bin(raw, greedy);
+  if (expected_[i] >= kForget) expected_[i] /= 2, right_[i] /= 2;
+  expected_[i] += raw;
+  right_[i] += right ? 1.0f : 0.0f;
+}
+
 SuffixPool::SuffixPool(int64_t byte_budget, Tuning tuning, bool across_prompts)
     : budget_(byte_budget), across_prompts_(across_prompts), tuning_(tuning) {
   used_ = common_.automaton.bytes();
@@ -83,7 +108,8 @@ int64_t SuffixPool::open(const std::string& key, const int64_t* prompt, int64_t 
   const GroupRef group = found->second;
   touch(group);
   ++group->live;
-  Sample s{group, {group->prompt_end, {{}, common_.resets}}, sorted_ids(stops, num_stops), sorted_ids(allowed, num_allowed)};
+  Sample s{group, {group->prompt_end, {{}, common_.resets}}, sorted_ids(stops, num_stops),
+           sorted_ids(allowed, num_allowed), {}, false};
   const int64_t seam = std::min(prompt_len, kSeam);
   if (across_prompts_) add(common_, s.places[kCommon], prompt + prompt_len - seam, seam);
   samples_.emplace(next_handle_, std::move(s));
@@ -172,10 +198,16 @@ void SuffixPool::learn(const Sample& sample, uint32_t token) {
   }
 }
 
+void SuffixPool::check_forecast(Sample& sample, uint32_t token) {
+  for (const Candidate& c : sample.pending) forecasts_.learn(c.chance, sample.pending_greedy, c.token == token);
+  sample.pending.clear();
+}
+
 void SuffixPool::append(const int64_t* handles, const int64_t* indptr, int64_t count, const int64_t* tokens) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (int64_t i = 0; i < count; ++i) {
     Sample& s = sample(handles[i]);
+    if (indptr[i] < indptr[i + 1]) check_forecast(s, static_cast<uint32_t>(tokens[indptr[i]]));
     for (int64_t j = indptr[i]; j < indptr[i + 1]; ++j) {
       learn(s, static_cast<uint32_t>(tokens[j]));
       add(s.group->text, s.places[kOwn], tokens + j, 1);
@@ -253,7 +285,7 @@ void SuffixPool::weigh(const DraftRequest& r, int32_t depth, float escape) {
 }
 
 // Push the children of `node`, which stands at `index` in the tree.
-void SuffixPool::expand(const DraftRequest& r, const Sample& from, const Node& node, int32_t index, double min_chance) {
+void SuffixPool::expand(const DraftRequest& r, Sample& from, const Node& node, int32_t index, double min_chance) {
   const float escape = predict(texts(from), node.matches);
   const bool barred = node.depth < r.barred;
   candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(),
@@ -268,9 +300,16 @@ void SuffixPool::expand(const DraftRequest& r, const Sample& from, const Node& n
                     [](const Candidate& a, const Candidate& b) {
                       return a.chance != b.chance ? a.chance > b.chance : a.token < b.token;
                     });
-  for (size_t i = 0; i < kept && node.chance * candidates_[i].chance >= min_chance; ++i) {
+  const bool greedy = r.greedy != 0;
+  if (index == 0) {
+    from.pending.assign(candidates_.begin(), candidates_.begin() + static_cast<std::ptrdiff_t>(kept));
+    from.pending_greedy = greedy;
+  }
+  for (size_t i = 0; i < kept; ++i) {
     const Candidate& c = candidates_[i];
-    heap_.push_back({node.chance * c.chance, index, node.depth + 1, c.token, node.matches});
+    const double chance = node.chance * forecasts_.chance(c.chance, greedy);
+    if (chance < min_chance) continue;
+    heap_.push_back({chance, index, node.depth + 1, c.token, node.matches});
     std::push_heap(heap_.begin(), heap_.end());
   }
 }
@@ -293,7 +332,7 @@ void SuffixPool::propose(const DraftRequest* requests, int64_t count, double min
   int64_t at = 0;
   for (int64_t i = 0; i < count; ++i) {
     const DraftRequest& r = requests[i];
-    const Sample& s = sample(r.sample);
+    Sample& s = sample(r.sample);
     indptr[i] = at;
     tokens[at] = parents[at] = -1, chances[at] = 1.0;
     int32_t nodes = 1;

@@ -29,8 +29,22 @@ class Escapes {
   std::array<float, kCells> escaped_, seen_;
 };
 
+// Turns raw estimates into frequencies: how often drafts of like estimates turned out right, learned online, with and
+// without noise apart. The race of log q + g is as sharp as q is true, and that differs from model to model.
+class Forecasts {
+ public:
+  Forecasts();
+  float chance(float raw, bool greedy) const;
+  void learn(float raw, bool greedy, bool right);
+
+ private:
+  static constexpr int32_t kBins = 12;
+  static int32_t bin(float raw, bool greedy);
+  std::array<float, 2 * kBins> right_, expected_;
+};
+
 struct Tuning {
-  float sharpness;     // beta: chance of a child = softmax(beta * (log q + g)) over the candidates and the escape
+  float sharpness;     // beta: share of a child = softmax(beta * (log q + g)) over the candidates and the unseen
   float unseen_noise;  // the g that the unseen tokens' best is taken to have
 };
 
@@ -89,6 +103,11 @@ class SuffixPool {
   using Texts = std::array<const SuffixAutomaton*, kSources>;
   using Matches = std::array<Match, kSources>;
 
+  struct Candidate {
+    uint32_t token;
+    float chance;  // q, then the share that wins given the noise
+  };
+
   struct Group {
     std::string key;
     Text text;
@@ -100,10 +119,8 @@ class SuffixPool {
     GroupRef group;
     std::array<Place, kSources> places;
     std::vector<uint32_t> stops, allowed;
-  };
-  struct Candidate {
-    uint32_t token;
-    float chance;  // q, then the share that wins given the noise
+    std::vector<Candidate> pending;  // children proposed for the root, with raw estimates, until the token is known
+    bool pending_greedy = false;
   };
   struct Level {  // one context; its continuations are hits_[first : first of the next level]
     int32_t cell;
@@ -135,14 +152,16 @@ class SuffixPool {
   void add_level(const SuffixAutomaton& text, int32_t state, int32_t length, int32_t source);
   void learn(const Sample& sample, uint32_t token);
   float predict(const Texts& texts, const Matches& at);
+  void check_forecast(Sample& sample, uint32_t token);
   void weigh(const DraftRequest& request, int32_t depth, float escape);
-  void expand(const DraftRequest& request, const Sample& from, const Node& node, int32_t index, double min_chance);
+  void expand(const DraftRequest& request, Sample& from, const Node& node, int32_t index, double min_chance);
 
   int64_t budget_;
   bool across_prompts_;
   int64_t used_ = 0;  // sum of size_of over all groups, and the common text
   Tuning tuning_;
   Escapes escapes_;
+  Forecasts forecasts_;
   Text common_;
   std::list<Group> groups_;  // most recently used first
   std::unordered_map<std::string, GroupRef> index_;

@@ -7,9 +7,8 @@
 
 namespace tlt {
 
-// Longest context that is looked up. Longer ones say little more (their escapes are below 2 % from 16 tokens on), and
-// without a cap every token of a looped output "aaaa..." would walk one suffix link per earlier token: 16k tokens then
-// cost 15 times as much (bench/model_free_offline.py --loops).
+// Longest context that is looked up. Without a cap every token of a looped output "aaaa..." walks one suffix link per
+// earlier token: 92 us a token at 16k tokens, against 6 us with it, on one busy core (bench/model_free_offline.py).
 constexpr int32_t kContext = 32;
 
 class SuffixAutomaton {
