@@ -54,7 +54,7 @@ def test_d04_raw_logprobs_are_of_the_unmodified_logits():
 def test_d04_d05_values_by_hand():
     def one(p, **params):
         engine = RolloutEngine(scripted(p, vocab=len(p)), EngineConfig(speculation=SpeculationConfig("off")))
-        outs = engine.generate([[1, 2]], SamplingParams(n=64, max_tokens=1, seed=1, raw_logprobs=True, **params))
+        outs = engine.generate([[1, 0]], SamplingParams(n=64, max_tokens=1, seed=1, raw_logprobs=True, **params))
         return next(o for o in outs[0].outputs if o.token_ids == [0])
 
     halved = one([0.73105858, 0.26894142], temperature=0.5)

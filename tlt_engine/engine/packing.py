@@ -66,8 +66,6 @@ def pack_step(batch: Batch, trees: Seq[DraftTree], buffers: StepBuffers, page_si
 
     prefix = np.fromiter((s.kv_len for s in sequences), np.int64, requests)
     pages = buffers.page_table.numpy()[:requests]
-    width = max((len(s.pages) for s in sequences), default=1)
-    pages[:, :width] = 0
     for b, seq in enumerate(sequences):
         pages[b, : len(seq.pages)] = seq.pages
 
@@ -103,7 +101,7 @@ def pack_step(batch: Batch, trees: Seq[DraftTree], buffers: StepBuffers, page_si
         token_ids=buffers.token_ids[:rows],
         positions=buffers.positions[:rows],
         slots=buffers.slots[:rows],
-        page_table=buffers.page_table[:requests, :width],
+        page_table=buffers.page_table[:requests],  # entries beyond a request's pages are stale and never read
         prefix_lens=buffers.prefix_lens[:requests],
         node_indptr=buffers.node_indptr[: requests + 1],
         ancestors=buffers.ancestors[:rows],
