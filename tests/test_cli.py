@@ -267,7 +267,7 @@ def rollouts(lengths: list[int], drafted: list[int], accepted: list[int]) -> Rol
     counts = SpecCounts(drafted_per_position=drafted, accepted_per_position=accepted)
     samples = [CompletionOutput(i, "", [1] * n, [0.0] * n, spec=replace(counts)) for i, n in enumerate(lengths)]
     output = RequestOutput("r", None, [1], samples, True, "g")
-    return Rollouts([output], 1.0, sorted(range(1, max(lengths) + 1), reverse=True), sum(lengths), sum(lengths))
+    return Rollouts([output], 1.0, 1.0, sorted(range(1, max(lengths) + 1), reverse=True), sum(lengths), sum(lengths))
 
 
 @pytest.mark.parametrize(
@@ -283,6 +283,16 @@ def test_the_picture_is_written(
     path = tmp_path / "new" / "demo.png"
     draw(path, "title", rollouts(lengths, [], []), rollouts(lengths, drafted, accepted), 64)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 10_000
+
+
+def test_the_demo_says_where_speculation_is_slower() -> None:
+    from tlt_engine.cli.demo import speed_note
+
+    names = ("seconds", "cpu_seconds", "target_rows", "target_passes")
+    faster = {f"{n}_without": 10.0 for n in names} | {f"{n}_with": 5.0 for n in names}
+    assert speed_note(faster).startswith("Speculation took 50% less time")
+    slower = speed_note(faster | {"seconds_with": 15.0, "target_rows_with": 20.0})
+    assert slower.startswith("Speculation was slower on this CPU, 1.50x the time: 0.50x the passes for 2.00x the rows")
 
 
 def test_counts_of_samples_add_up_by_position() -> None:

@@ -42,6 +42,7 @@ def _lengths(axes: Any, lengths: Sequence[int], max_tokens: int) -> None:
     axes.set_title("Response lengths")
     axes.set_xlabel(f"tokens (at most {max_tokens})")
     axes.set_ylabel("responses")
+    axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_xlim(0, max_tokens)
     axes.set_ylim(0, max(counts) * 1.18)  # room for the labels of the lines
     quantiles = statistics.quantiles(lengths, n=10, method="inclusive") if len(lengths) > 1 else [lengths[0]] * 9

@@ -22,11 +22,13 @@ PROGRESS_EVERY = 0.1  # seconds between two looks at the counters
 
 @dataclass(frozen=True)
 class Rollouts:
-    """outputs in prompt order. seconds: wall time, prefill included. running: samples in each step. passes: one request
-    in one target forward, prefill included; rows: tokens those forwards computed. Counts are of this run alone."""
+    """outputs in prompt order. seconds: wall time, prefill included; cpu_seconds: of all our threads, which other work
+    on the machine changes little. running: samples in each step. passes: one request in one target forward, prefill
+    included; rows: tokens those forwards computed. Counts are of this run alone."""
 
     outputs: list[RequestOutput]
     seconds: float
+    cpu_seconds: float
     running: list[int]
     passes: int
     rows: int
@@ -78,6 +80,7 @@ def roll_out(
     task = bars.add_task(title, total=total, tokens=0)
     before = engine.stats()
     start = looked = time.perf_counter()
+    cpu_start = time.process_time()
     order = [engine.add_request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     finished: dict[str, RequestOutput] = {}
     while engine.has_unfinished():
@@ -86,12 +89,13 @@ def roll_out(
             looked, now_stats = now, engine.stats()
             done = sum(now_stats["finished"].values()) - sum(before["finished"].values())
             bars.update(task, completed=done, tokens=now_stats["emitted_tokens"] - before["emitted_tokens"])
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     after = engine.stats()
     bars.update(task, completed=total, tokens=after["emitted_tokens"] - before["emitted_tokens"])
     return Rollouts(
         outputs=[finished[request_id] for request_id in order],
         seconds=seconds,
+        cpu_seconds=cpu_seconds,
         running=after["running_per_step"][len(before["running_per_step"]) :],
         passes=after["passes"] - before["passes"],
         rows=after["rows"] - before["rows"],
