@@ -3,10 +3,10 @@
     python -m bench.model_free_offline rollouts.jsonl [second_call.jsonl ...]
 
 Each line of a file is one prompt: {"prompt_ids": [...], "key": Philox key, "temperature": 1.0,
-"samples": [{"sample": index, "output_ids": [...]}]}, sampled by the law of docs/seeds.md with that key (the demo model,
-or RolloutEngine with speculation off). The samples of a prompt advance in lockstep as the engine's would: a pass verifies
-one tree each and emits the accepted drafts and one token more. Several files are calls one after the other, with one
-drafter throughout; figures are those of the last.
+"samples": [{"sample": index, "output_ids": [...]}]}, sampled by the law of docs/seeds.md with that key (the demo
+model, or RolloutEngine with speculation off). The samples of a prompt advance in lockstep as the engine's would: a pass
+verifies one tree each and emits the accepted drafts and one token more. Several files are calls one after the other,
+with one drafter throughout; figures are those of the last.
 
 Two savings are printed: `sample passes` counts one for every sample in every pass (the work of the attention and of a
 batch that shrinks), `steps` one for each pass of the whole group, up to its longest sample (the makespan of the tail).
@@ -99,7 +99,8 @@ def contexts_of(rollout: Rollout, first_id: int, noise: bool, siblings: bool) ->
 
 
 def replay(
-    rollouts: Iterable[Rollout], drafter: ModelFreeDrafter, *, noise: bool = True, siblings: bool = True, first_id: int = 0
+    rollouts: Iterable[Rollout], drafter: ModelFreeDrafter, *, noise: bool = True, siblings: bool = True,
+    first_id: int = 0,
 ) -> Stats:
     """Decode every prompt's samples in lockstep with the drafter's trees."""
     stats = Stats()
@@ -170,7 +171,7 @@ def main() -> None:
         ("defaults", default, {}),
         ("no noise", default, {"noise": False}),
         ("no other prompts", default, {"across_prompts": False}),
-        ("no siblings", default, {"siblings": False}),
+        ("own text only", default, {"siblings": False, "across_prompts": False}),
     ]
     rows += [(f"min_chance {c}", replace(default, min_chance=c), {}) for c in (0.05, 0.1, 0.2, 0.3, 0.5)]
     shapes = ((1, 1, 2), (4, 1, 5), (8, 1, 9), (16, 1, 17), (4, 2, 8), (8, 2, 12), (8, 4, 16), (16, 4, 32))

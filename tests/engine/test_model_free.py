@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tlt_kernels import NoiseIds, gumbel_noise, gumbel_noise_at
 
 from bench.model_free_offline import loops, replay
 from tlt_engine import _C
 from tlt_engine.config import Profile, SamplingParams, SpeculationConfig
 from tlt_engine.speculation.drafter import DraftContext
 from tlt_engine.speculation.model_free import SHARPNESS, ModelFreeDrafter, _text_key
-from tlt_kernels import NoiseIds, gumbel_noise, gumbel_noise_at
 
 WIDE = SpeculationConfig(profile=Profile(6, 48, 128), min_chance=0.0)
 COUNTED = _C.suffix_context + 1
@@ -140,8 +140,8 @@ def test_greedy_chances_are_the_mixture_and_leave_room_for_the_unseen():
 
 
 def noise_error(drafter, ids, truth: dict) -> float:
-    """Largest error of log(chance_a / chance_b) = sharpness * (log q_a - log q_b + g_a - g_b) over siblings, the g's taken
-    for the identity `truth`. q is read from the greedy proposal, which has no noise."""
+    """Largest error of log(chance_a / chance_b) = sharpness * (log q_a - log q_b + g_a - g_b) over siblings, the g's
+    taken for the identity `truth`. q is read from the greedy proposal, which has no noise."""
     params = {"sample": 5, "key": -123456789, "segment": 2}
     ((tree, chances),) = drafter.propose_with_chances([context(ids, seq_id=1, **params)])
     ((plain, shares),) = drafter.propose_with_chances([context(ids, seq_id=2, **params, temperature=0.0)])
@@ -257,8 +257,8 @@ def forecast_error(forecast: list[tuple[float, bool]]) -> float:
 
 def test_chances_come_true(rollouts):
     forecast = replay(rollouts, ModelFreeDrafter(replace(CHAINS, profile=Profile(4, 4, 24), min_chance=0.02))).forecast
-    assert forecast_error(forecast) < 0.1
-    assert forecast_error([(chance**0.4, hit) for chance, hit in forecast]) > 0.1, "the check can fail"
+    assert forecast_error(forecast) < 0.2  # q sharpens all the time while the text grows
+    assert forecast_error([(chance**0.4, hit) for chance, hit in forecast]) > 0.25, "the check can fail"
 
 
 # ---------------------------------------------------------------- what the request forbids
@@ -331,7 +331,7 @@ def test_only_committed_tokens_are_kept_and_late_drafters_catch_up():
 def test_text_that_shrinks_is_refused():
     drafter = ModelFreeDrafter(WIDE)
     drafter.propose([context([1, 2, 3])])
-    with pytest.raises(ValueError, match="token_ids.*never shrink"):
+    with pytest.raises(ValueError, match=r"token_ids.*never shrink"):
         drafter.propose([context([1, 2])])
     drafter.finish(0)
     drafter.propose([context([1, 2])])

@@ -55,7 +55,8 @@ def test_clipped_trees_keep_what_fits_and_no_orphans(data, n, max_nodes, max_dep
     fits = [t for t, d in zip(tree.tokens, tree.depths) if d <= max_depth and t < vocab]
     assert list(clipped.tokens) == [t for t in fits if t in clipped.tokens], "order kept"
     if len(clipped) < max_nodes:
-        assert len(clipped) == len(fits) or any(parent_of[t] not in clipped.tokens for t in fits if t not in clipped.tokens)
+        dropped = [t for t in fits if t not in clipped.tokens]
+        assert all(parent_of[t] not in clipped.tokens for t in dropped), "only orphans go while there is room"
 
 
 def test_clipping_refuses_another_root():

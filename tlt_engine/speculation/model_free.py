@@ -3,9 +3,9 @@
 Knows neither model, logits nor text. One suffix automaton for each prompt (csrc/cpu/suffix.h) holds the prompt, its
 running samples and its rollouts of earlier calls; one more holds the outputs of all prompts. What has followed the
 suffixes of the text so far, longer ones weighing more, gives q: a mixture whose weights are learned online. A draft
-token's score is log q + g, with the g that the target will add to its own logit at that position (docs/seeds.md): q says
-how likely siblings agree, the noise which of the candidates this sample takes. Drafting from a suffix structure is
-SuffixDecoding's idea (arXiv 2411.04975).
+token's score is log q + g, with the g that the target will add to its own logit at that position (docs/seeds.md): q
+says how likely siblings agree, the noise which of the candidates this sample takes. Drafting from a suffix structure
+is SuffixDecoding's idea (arXiv 2411.04975).
 
 Counts come from rollouts at the request's own temperature, filters and penalties, so none of these is applied again.
 allowed_token_ids and min_tokens are: candidates they bar are never proposed. logit_bias and logits processors are not
@@ -19,11 +19,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from tlt_engine import _C
+from tlt_kernels.backend import extension
+from tlt_kernels.params import GREEDY_BELOW
+
 from tlt_engine.config import SpeculationConfig, refuse
 from tlt_engine.speculation.drafter import DraftContext
 from tlt_engine.speculation.tree import DraftTree
-from tlt_kernels.params import GREEDY_BELOW
 
 # Share of the races that a candidate wins = softmax(SHARPNESS * (log q + g)), all unseen tokens racing as one of score
 # log(their mass) + UNSEEN_NOISE; how often such shares came true is learned on top. On the products rollouts of SmolLM2
@@ -69,7 +70,7 @@ class ModelFreeDrafter:
     ) -> None:
         self.config = config
         self.eos_ids = tuple(eos_ids)
-        self._pool = _C.SuffixPool(config.model_free_bytes, sharpness, unseen_noise, across_prompts)
+        self._pool = extension().SuffixPool(config.model_free_bytes, sharpness, unseen_noise, across_prompts)
         self._samples: dict[int, _Sample] = {}
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
