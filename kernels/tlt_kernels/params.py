@@ -42,12 +42,14 @@ class RowParams:
     allowed_row int32 [R]: index into allowed_bits, -1 = all ids. allowed_bits int32 [A, ceil(V / 32)], bit v % 32 of
     word v // 32.
     bias_row int32 [R]: index of a bias list, -1 = none. List i is bias_ids / bias_values
-    [bias_indptr[i] : bias_indptr[i + 1]] (int32 / int64 / fp32); a value of -inf bans the id (min_tokens).
+    [bias_indptr[i] : bias_indptr[i + 1]] (indptr int32, ids int64, values fp32); values of an id given twice add up, a
+    value of -inf bans the id (min_tokens).
 
     repetition, presence, frequency fp32 [R] (1, 0, 0 = off). history_row int32 [R]: which history the row's request
-    has, -1 = none. History i is history_ids[history_indptr[i] : history_indptr[i + 1]] (int64), the prompt's ids
-    first, history_prompt[i] (int32) of them. parent_row int32 [R]: the row of the tree node's parent, -1 for a root;
-    a row's own history is that list followed by the tokens of its branch below the root, node_tokens int64 [R].
+    has, -1 = none. History i is history_ids[history_indptr[i] : history_indptr[i + 1]] (ids int64, indptr int32), the
+    prompt's ids first, history_prompt[i] (int32) of them; ids that do not exist are ignored. parent_row int32 [R]: the
+    row of the tree node's parent, -1 for a root; a row's own history is that list followed by the tokens of its branch
+    below the root, node_tokens int64 [R].
     """
 
     temperature: Tensor
