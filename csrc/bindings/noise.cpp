@@ -50,4 +50,5 @@ void bind_noise(py::module_& m) {
     return out;
   });
   m.def("isa", [] { return tlt::row_kernels().isa; });
+  m.def("use_isa", &tlt::use_isa);
 }

@@ -1,6 +1,9 @@
 #include "cpu/row_kernels.h"
 
+#include <atomic>
 #include <cstring>
+#include <string>
+#include <vector>
 
 #include "philox.h"
 
@@ -47,23 +50,37 @@ namespace {
 
 namespace {
 
-const RowKernels& pick() {
+// What this CPU runs, fastest first.
+std::vector<const RowKernels*> runnable() {
+  std::vector<const RowKernels*> out;
 #ifdef TLT_X86
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl")) {
-    return avx512::kernels;
+    out.push_back(&avx512::kernels);
   }
-  if (__builtin_cpu_supports("avx2")) return avx2::kernels;
+  if (__builtin_cpu_supports("avx2")) out.push_back(&avx2::kernels);
 #endif
-  return baseline::kernels;
+  out.push_back(&baseline::kernels);
+  return out;
+}
+
+std::atomic<const RowKernels*>& picked() {
+  static std::atomic<const RowKernels*> kernels{runnable().front()};
+  return kernels;
 }
 
 }  // namespace
 
-const RowKernels& row_kernels() {
-  static const RowKernels& picked = pick();
-  return picked;
+const RowKernels& row_kernels() { return *picked().load(std::memory_order_relaxed); }
+
+bool use_isa(const std::string& isa) {
+  for (const RowKernels* kernels : runnable()) {
+    if (isa != kernels->isa) continue;
+    picked().store(kernels);
+    return true;
+  }
+  return false;
 }
 
 float exp_nonpositive(float x) { return baseline::exp_lane(x); }

@@ -3,6 +3,7 @@
 // multiply-add, so results are bit-identical on all of them.
 #pragma once
 #include <cstdint>
+#include <string>
 
 namespace tlt {
 
@@ -58,6 +59,9 @@ struct RowKernels {
 };
 
 const RowKernels& row_kernels();
+
+// Switches to "avx512", "avx2" or "baseline"; false when this CPU cannot. For tests: results are the same.
+bool use_isa(const std::string& isa);
 
 // exp(x) for x <= 0, relative error below 2e-7; 0 below -87. The same value as in exp_sum.
 float exp_nonpositive(float x);

@@ -18,6 +18,8 @@ from tlt_kernels import NoiseIds, RowParams, gumbel_noise, process_logits, sampl
 from tlt_kernels.backend import BackendName
 from tlt_kernels.reference import sampling as reference
 
+from tlt_engine import _C
+
 NEG_INF = -math.inf
 
 
@@ -186,6 +188,25 @@ def test_a_row_is_the_same_alone_permuted_and_threaded():
     for threads in (2, 5):
         again = raw_sample(logits, ids, params, skip=True, threads=threads)
         assert torch.equal(again.tokens, whole.tokens) and torch.equal(again.logprobs, whole.logprobs)
+
+
+def test_every_instruction_set_gives_the_same_bits():
+    logits, ids, params = mixed_batch()
+    params = replace(params, top_p=torch.full((1200,), 0.93))
+    best, whole, noise = _C.isa(), sample(logits, ids, params), gumbel_noise(ids, 300)
+    halves = torch.randn(3, 999).half()
+    processed = process_logits(halves, RowParams.plain(3, 0.7))
+    try:
+        for isa in ("avx2", "baseline"):
+            if not _C.use_isa(isa):
+                continue
+            again = sample(logits, ids, params)
+            assert torch.equal(again.tokens, whole.tokens) and torch.equal(again.logprobs, whole.logprobs)
+            assert torch.equal(gumbel_noise(ids, 300), noise)
+            assert torch.equal(process_logits(halves, RowParams.plain(3, 0.7)), processed)
+    finally:
+        assert _C.use_isa(best)
+    assert not _C.use_isa("mmx")
 
 
 @pytest.mark.parametrize("batch, nodes", [(1, 1), (1, 4), (2, 1), (2, 2), (2, 4)])
