@@ -97,7 +97,7 @@ def equality(prompts_count: int = 16, samples: int = 4, length: int = 128) -> No
     for variant in equality_variants(plain, pages):
         order, outputs, engine = run_variant(model, variant, prompts, params)
         reference = [plain[i] if len(order) > 1 else replace(plain[0], outputs=plain[0].outputs[:1]) for i in order]
-        result = compare_runs(model.model, reference, outputs, [params[i] for i in order], vocab_limit=engine.vocab_limit)
+        result = compare_runs(engine, reference, outputs, [params[i] for i in order])
         stats = engine.stats()
         print(
             f"{variant.name:30s} {result.tokens:6d} tokens, differing {result.tokens_differing}, excused ties "
@@ -187,7 +187,7 @@ def timed(name: str, call: Callable[[], int]) -> tuple[float, int, float]:
 def ours(model: LoadedModel, speculation: SpeculationConfig, prompts: list, params: list, keep: dict) -> int:
     engine = build(model, Variant("speed", speculation))
     outputs = engine.generate(prompts, params)
-    keep[speculation.method] = (outputs, engine.stats(), engine.vocab_limit)
+    keep[speculation.method] = (outputs, engine.stats(), engine)
     return sum(len(s.token_ids) for o in outputs for s in o.outputs)
 
 
@@ -213,8 +213,8 @@ def speed(prompts_count: int = 20, samples: int = 8, max_tokens: int = 512, roun
     record("core", "speed.vs_hf_static", max(statistics.median(rates[k]) for k in ("off", "model_free")) / base, "x", where, command=command)
     record("core", "speed.off_vs_hf_static", statistics.median(rates["off"]) / base, "x", where, command=command)
     record("core", "speed.model_free_vs_hf_static", statistics.median(rates["model_free"]) / base, "x", where, command=command)
-    (off, off_stats, limit), (on, on_stats, _) = kept["off"], kept["model_free"]
-    result = compare_runs(model.model, off, on, params, vocab_limit=limit)
+    (off, off_stats, engine), (on, on_stats, _) = kept["off"], kept["model_free"]
+    result = compare_runs(engine, off, on, params)
     saved = 1 - on_stats["passes"] / off_stats["passes"]
     print(f"tokens equal: {result.equal} ({result.excused_ties} excused ties); target passes {off_stats['passes']} -> "
           f"{on_stats['passes']} ({saved:.1%} saved), rows {off_stats['rows']} -> {on_stats['rows']}, accept length "

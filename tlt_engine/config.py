@@ -26,7 +26,7 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> int
     bounds = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise refuse(name, bounds, value, "pass an int")
-    number = operator.index(value)  # type: ignore[arg-type]
+    number = operator.index(value)
     if number < low or (high is not None and number > high):
         raise refuse(name, bounds, number, "choose a value in range")
     return number
@@ -147,7 +147,7 @@ class SamplingParams:
     prompt_logprobs: the same for the prompt's tokens. raw_logprobs: also return log_softmax of the unmodified logits.
     logit_bias: {id: added logit}. allowed_token_ids: only these may be emitted.
     logits_processor(output_ids, logits fp32 [V]) -> logits: called on the host once for each emitted position, with
-    committed prefixes only; -inf bars an id. Exact under speculation, and slow.
+    committed prefixes only; -inf bars an id. Such a request decodes without speculation.
     max_tokens: None means up to the context end.
     """
 

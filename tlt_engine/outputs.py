@@ -136,5 +136,6 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     group_id: str
+    prior_output_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     state: ResumeState | None = None

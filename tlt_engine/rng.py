@@ -20,7 +20,7 @@ def check_seed(seed: object, name: str = "seed") -> int:
     floats; never truncates."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise ValueError(f"{name}: expected an integer, got {type(seed).__name__} {seed!r}; use an int or None")
-    value = operator.index(seed)  # type: ignore[arg-type]
+    value = operator.index(seed)
     if not INT64_MIN <= value <= INT64_MAX:
         raise ValueError(f"{name}: expected an int64 in [-2**63, 2**63), got {value}; reduce it, e.g. with derive_seed")
     return value

@@ -166,10 +166,10 @@ def test_i02_i04_profiles_of_any_size_even_none():
 
 
 class Poisoned:
-    """A target whose logits for one token id are poisoned after it has appeared."""
+    """A target whose logits are `value` in every row at `position`."""
 
-    def __init__(self, inner, token, value):
-        self._inner, self._token, self._value = inner, token, value
+    def __init__(self, inner, position, value):
+        self._inner, self._position, self._value = inner, position, value
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
@@ -177,7 +177,7 @@ class Poisoned:
     def forward(self, step, kv, **more):
         out = self._inner.forward(step, kv, **more)
         logits = out.logits.clone()
-        logits[step.token_ids[step.logit_rows] == self._token] = self._value
+        logits[step.positions[step.logit_rows] == self._position] = self._value
         return StepOutputs(logits, out.hidden)
 
 
@@ -185,22 +185,19 @@ class Poisoned:
 @pytest.mark.parametrize("shape", ["none", "chain", "tree"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_k01_a_poisoned_row_fails_its_request_alone(temperature, shape, value):
-    prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    prompts = [[1, 2, 3], list(range(30)), [7, 8, 9]]  # only the long one ever reaches the poisoned position
     params = SamplingParams(temperature=temperature, max_tokens=12, seed=1)
     vocab = {"vocab_size": 100}
     expected = plain_outputs(prompts, params, model=vocab)
-    victim = expected[1][0]
-    others = {t for i in (0, 2) for t in prompts[i] + expected[i][0]}
-    index = next(i for i, t in enumerate(victim) if t not in others and i >= 2 and t not in victim[:i])
     known = {tuple(p): {0: out[0]} for p, out in zip(prompts, expected)}
     drafter = None if shape == "none" else ReplayDrafter(known, depth=5, shape=shape, width=2)
     engine = tiny_engine(drafter=drafter, model=vocab)
-    engine._core.runner.model = Poisoned(engine.model, victim[index], value)
+    engine._core.runner.model = Poisoned(engine.model, 32, value)
     outs = engine.generate(prompts, params)
     assert [o.outputs[0].token_ids for o in (outs[0], outs[2])] == [expected[0][0], expected[2][0]]
     failed = outs[1].outputs[0]
-    assert failed.token_ids == victim[: index + 1] and failed.finish_reason == "error"
-    assert "no valid distribution" in failed.stop_reason and len(failed.sampled_logprobs) == index + 1
+    assert failed.token_ids == expected[1][0][:3] and failed.finish_reason == "error"
+    assert "no valid distribution" in failed.stop_reason and len(failed.sampled_logprobs) == 3
     engine.check_integrity()
     engine._core.runner.model = engine.model
     assert tokens(engine.generate(prompts, params)) == expected
@@ -250,7 +247,7 @@ def test_k04_an_interrupt_leaves_a_usable_engine():
 def test_k05_engines_live_side_by_side_and_leave_nothing():
     def tensors():
         gc.collect()
-        return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+        return sum(type(o) in (torch.Tensor, torch.nn.Parameter) for o in gc.get_objects())
 
     one, two = tiny_engine(arch="qwen2"), tiny_engine(arch="qwen3")
     params = SamplingParams(max_tokens=10, seed=1)

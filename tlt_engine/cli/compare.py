@@ -19,7 +19,7 @@ def compare(
     """params: one a prompt. engine: the one that made `plain`."""
     from tlt_engine.engine.equality import compare_runs
 
-    return compare_runs(engine.model, plain.outputs, other.outputs, params, vocab_limit=engine.vocab_limit)
+    return compare_runs(engine, plain.outputs, other.outputs, params)
 
 
 def verdict(equality: Equality) -> str:

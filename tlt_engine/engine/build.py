@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tlt_engine.config import EngineConfig, refuse
 from tlt_engine.engine.packing import StepBuffers
 from tlt_engine.kvcache.pages import PagePool
@@ -17,18 +19,44 @@ DEFAULT_KV_BYTES = 2 * 2**30
 
 def build_model(source: Any, config: EngineConfig) -> LoadedModel:
     if isinstance(source, LoadedModel):
+        _check_loaded(source.model, config)
         return source
+    _check_device(config.device)
     return load_model(
         source, dtype=config.dtype, device=config.device, lm_head_dtype=config.lm_head_dtype,
         max_model_len=config.max_model_len,
     )
 
 
-def build_kv(config: EngineConfig, model: Transformer) -> tuple[PagePool, PrefixCache | None, KVStorage]:
+def _check_device(device: str) -> None:
+    kind = device.split(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise refuse("EngineConfig.device", "'cpu', 'cuda' or 'cuda:N'", device, "pick one")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise refuse("EngineConfig.device", "a CUDA device that torch can use", device, "use 'cpu', or install CUDA torch")
+
+
+def _check_loaded(model: Transformer, config: EngineConfig) -> None:
+    """A model that is already loaded brings its own dtypes and device: a config that says otherwise is a mistake."""
+    head = str(model.lm_head_dtype).removeprefix("torch.")
+    brought = {
+        "dtype": (str(model.dtype).removeprefix("torch."), config.dtype),
+        "device": (model.device.type, config.device.split(":")[0]),
+        "lm_head_dtype": (head, config.lm_head_dtype or head),
+    }
+    for name, (has, wanted) in brought.items():
+        if has != wanted:
+            raise refuse(f"EngineConfig.{name}", f"{has!r}, as the loaded model has", wanted, "set it so, or load it again")
+    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
+        raise refuse("EngineConfig.max_model_len", f"at most {model.max_model_len}, as the model was loaded with",
+                     config.max_model_len, "lower it, or load the model with a larger one")
+
+
+def build_kv(config: EngineConfig, model: Transformer, max_model_len: int) -> tuple[PagePool, PrefixCache | None, KVStorage]:
     """The pool is sized as EngineConfig says."""
     c = model.config
     page_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * model.dtype.itemsize * config.page_size
-    pages_each = -(-(model.max_model_len + config.speculation.profile.verify) // config.page_size)
+    pages_each = -(-(max_model_len + config.speculation.profile.verify) // config.page_size)
     pages = config.num_pages
     if pages is None:
         wanted = config.max_num_seqs * pages_each

@@ -47,9 +47,9 @@ class RolloutEngine:
         self.model, self.model_config = loaded.model, loaded.config
         self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
         self.eos_ids = frozenset(loaded.eos_ids)
-        self.max_model_len = self.model.max_model_len
+        self.max_model_len = self.config.max_model_len or self.model.max_model_len
         self.vocab_limit = self._find_vocab_limit()
-        self._pool, self._prefix, kv = build_kv(self.config, self.model)
+        self._pool, self._prefix, kv = build_kv(self.config, self.model, self.max_model_len)
         scheduler = Scheduler(
             self._pool, self._prefix, page_size=self.config.page_size, max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens, max_model_len=self.max_model_len,
@@ -59,7 +59,7 @@ class RolloutEngine:
             eos_ids=self.eos_ids,
         )
         if spec.method == "model_free":
-            drafter = ModelFreeDrafter(spec)
+            drafter = ModelFreeDrafter(spec, sorted(self.eos_ids))
         self._core = EngineCore(scheduler, runner, drafter, spec, self._on_end)
         self._intake = Intake(
             vocab_size=self.model_config.vocab_size, max_model_len=self.max_model_len, tokenizer=self.tokenizer,
@@ -122,6 +122,9 @@ class RolloutEngine:
         stream; under other weights the segment rises, so the cut leaks nothing into what follows. Outputs without a
         paused sample come back as they are."""
         listed = [outputs] if isinstance(outputs, RequestOutput) else list(outputs)
+        for i, output in enumerate(listed):
+            if not isinstance(output, RequestOutput):
+                raise refuse(f"outputs[{i}]", "a RequestOutput of generate or resume", type(output).__name__, "pass it whole")
         with self._lock:
             restored = [
                 None if o.state is None
@@ -270,10 +273,11 @@ class RolloutEngine:
             self._intake.separate_equal_entries(requests, self._weights)
         for request in requests:
             request.owned_by_call = owned_by_call
+            running = [sample for sample in request.samples if not sample.ended]
+            request.unfinished = len(running)
             self._requests[request.request_id] = request
-            for sample in request.samples:
-                if not sample.ended:
-                    self._core.add(sample)
+            for sample in running:
+                self._core.add(sample)
 
     def _step(self) -> None:
         if not self._core.step() and self._core.samples:
@@ -302,7 +306,8 @@ class RolloutEngine:
                 self._auditing += 1
                 self._core.add(self._intake.audit(sample))
         request = sample.request
-        if request.ended and self._requests.pop(request.request_id, None) is not None and not request.owned_by_call:
+        request.unfinished -= 1
+        if not request.unfinished and self._requests.pop(request.request_id, None) is request and not request.owned_by_call:
             self._ready.append(request)
 
     def _audited(self, sample: Sample) -> bool:
@@ -324,11 +329,11 @@ class RolloutEngine:
         try:
             while True:
                 with self._lock:
-                    if all(r.ended for r in requests) and not self._auditing:
+                    if not any(r.request_id in self._requests for r in requests) and not self._auditing:
                         return [r.to_output(self._weights) for r in requests]
                     self._step()
                 if bar is not None:
-                    bar.n = sum(s.ended for r in requests for s in r.samples)
+                    bar.n = sum(len(r.samples) - r.unfinished for r in requests)
                     bar.refresh()
         except BaseException:  # Ctrl-C too: what this call started ends with it, and the engine stays usable
             with self._lock:

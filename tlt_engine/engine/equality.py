@@ -8,7 +8,8 @@ lies within CUT of its threshold. After a difference the two outputs have differ
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,9 +17,13 @@ from tlt_kernels import NoiseIds, RowParams, gumbel_noise, process_logits
 from torch import Tensor
 
 from tlt_engine.config import SamplingParams
+from tlt_engine.engine.sample import stop_ids
 from tlt_engine.models import Transformer
 from tlt_engine.outputs import CompletionOutput, RequestOutput
 from tlt_engine.types import StepInputs
+
+if TYPE_CHECKING:
+    from tlt_engine.engine.engine import RolloutEngine
 
 TIE = 1e-4  # score difference (nats) of the two best
 CUT = 1e-5  # distance of a filter's cut from its threshold
@@ -83,22 +88,22 @@ def plain_logits(model: Transformer, token_ids: Seq[int]) -> Tensor:
 
 
 def compare_runs(
-    model: Transformer, plain: Seq[RequestOutput], other: Seq[RequestOutput], params: SamplingParams | Seq[SamplingParams],
-    *, vocab_limit: int | None = None,
+    engine: RolloutEngine, plain: Seq[RequestOutput], other: Seq[RequestOutput],
+    params: SamplingParams | Seq[SamplingParams],
 ) -> Equality:
-    """Compare outputs of the same prompts in the same order, `plain` being the run without speculation. vocab_limit: the
-    engine's (RolloutEngine.vocab_limit)."""
+    """Compare outputs of the same prompts in the same order. plain: the run without speculation. engine: any with the
+    weights of both runs; it judges ties, and only its model, eos_ids and vocab_limit are used."""
     result = Equality()
     listed = [params] * len(plain) if isinstance(params, SamplingParams) else params
     for a, b, p in zip(plain, other, listed, strict=True):
         for x, y in zip(a.outputs, b.outputs, strict=True):
-            _compare_sample(result, model, a, x, y, p, vocab_limit)
+            _compare_sample(result, engine, a, x, y, p)
     return result
 
 
 def _compare_sample(
-    result: Equality, model: Transformer, request: RequestOutput, plain: CompletionOutput, other: CompletionOutput,
-    params: SamplingParams, vocab_limit: int | None,
+    result: Equality, engine: RolloutEngine, request: RequestOutput, plain: CompletionOutput, other: CompletionOutput,
+    params: SamplingParams,
 ) -> None:
     x, y = plain.token_ids, other.token_ids
     same = next((i for i, (s, t) in enumerate(zip(x, y)) if s != t), min(len(x), len(y)))
@@ -112,21 +117,25 @@ def _compare_sample(
     if same == min(len(x), len(y)):
         tie = Tie(request.request_id, plain.index, same, (-1, -1), float("nan"), False, "one output goes on, the other has ended")
     else:
-        tie = judge(model, request, plain, (x[same], y[same]), same, params, vocab_limit)
+        tie = judge(engine, request, plain, (x[same], y[same]), same, params)
     result.differences.append(tie)
     if not tie.excused:
         result.tokens_differing += max(len(x), len(y)) - same
 
 
 def judge(
-    model: Transformer, request: RequestOutput, plain: CompletionOutput, tokens: tuple[int, int], position: int,
-    params: SamplingParams, vocab_limit: int | None,
+    engine: RolloutEngine, request: RequestOutput, plain: CompletionOutput, tokens: tuple[int, int], position: int,
+    params: SamplingParams,
 ) -> Tie:
     """Whether a first difference at output token `position` is an excused tie: recomputes the plain run's scores."""
-    ids = [*request.prompt_token_ids, *plain.token_ids[:position]]
-    logits = plain_logits(model, ids)[None]
-    row = _row_params(params, ids, len(request.prompt_token_ids), model.config.vocab_size)
-    scores = process_logits(logits, row, vocab_limit=vocab_limit)[0]
+    limit = engine.vocab_limit
+    ids = [*request.prompt_token_ids, *request.prior_output_ids, *plain.token_ids[:position]]
+    logits = plain_logits(engine.model, ids)
+    if params.logits_processor is not None:
+        logits = params.logits_processor(tuple(plain.token_ids[:position]), logits)
+    logits = logits[None]
+    row = _row_params(params, ids, len(request.prompt_token_ids), engine)
+    scores = process_logits(logits, row, vocab_limit=limit)[0]
     if params.temperature >= 1e-5:
         one = torch.ones(1, dtype=torch.int64)
         assert plain.noise is not None
@@ -139,7 +148,7 @@ def judge(
     margin = float(noisy[tokens[0]] - noisy[tokens[1]])
     if set(best) == set(tokens) and abs(margin) <= TIE:
         return Tie(request.request_id, plain.index, position, tokens, margin, True, f"the two best scores lie within {TIE:g}")
-    cut = cut_distance(process_logits(logits, _unfiltered(row), vocab_limit=vocab_limit)[0], params)
+    cut = cut_distance(process_logits(logits, replace(row, top_k=None, top_p=None, min_p=None), vocab_limit=limit)[0], params)
     if cut <= CUT:
         return Tie(request.request_id, plain.index, position, tokens, margin, True, f"a filter's cut lies within {CUT:g}: {cut:.1e}")
     return Tie(request.request_id, plain.index, position, tokens, margin, False, f"two best of the plain run are {best}")
@@ -167,21 +176,24 @@ def cut_distance(scores: Tensor, params: SamplingParams) -> float:
     return distance
 
 
-def _row_params(params: SamplingParams, ids: Seq[int], prompt_len: int, vocab_size: int) -> RowParams:
+def _row_params(params: SamplingParams, ids: Seq[int], prompt_len: int, engine: RolloutEngine) -> RowParams:
     """RowParams of a single row whose history is `ids`."""
     fields: dict[str, Tensor] = {}
     one = torch.ones(1)
     zero = torch.zeros(1, dtype=torch.int32)
     if params.allowed_token_ids is not None:
-        bits = np.zeros((vocab_size + 31) // 32 * 32, np.uint8)
+        bits = np.zeros((engine.model.config.vocab_size + 31) // 32 * 32, np.uint8)
         bits[list(params.allowed_token_ids)] = 1
         words = np.packbits(bits, bitorder="little").view(np.int32)
         fields |= {"allowed_row": zero, "allowed_bits": torch.from_numpy(words)[None]}
-    if params.logit_bias:
+    bias = dict(params.logit_bias or {})
+    if len(ids) - prompt_len < params.min_tokens:
+        bias |= dict.fromkeys(stop_ids(params, engine.eos_ids), float("-inf"))
+    if bias:
         fields |= {
-            "bias_row": zero, "bias_indptr": torch.tensor([0, len(params.logit_bias)], dtype=torch.int32),
-            "bias_ids": torch.tensor(list(params.logit_bias), dtype=torch.int64),
-            "bias_values": torch.tensor(list(params.logit_bias.values()), dtype=torch.float32),
+            "bias_row": zero, "bias_indptr": torch.tensor([0, len(bias)], dtype=torch.int32),
+            "bias_ids": torch.tensor(list(bias), dtype=torch.int64),
+            "bias_values": torch.tensor(list(bias.values()), dtype=torch.float32),
         }
     if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0):
         fields |= {
@@ -195,9 +207,3 @@ def _row_params(params: SamplingParams, ids: Seq[int], prompt_len: int, vocab_si
         temperature=one * params.temperature, top_k=zero + params.top_k, top_p=one * params.top_p,
         min_p=one * params.min_p, **fields,
     )
-
-
-def _unfiltered(row: RowParams) -> RowParams:
-    from dataclasses import replace
-
-    return replace(row, top_k=None, top_p=None, min_p=None)

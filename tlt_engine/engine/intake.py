@@ -58,7 +58,8 @@ class Intake:
         for index in range(1 if forced is not None else params.n):
             seq = Sequence(
                 self._seq_id(), group, params, ids + prior_ids, len(ids), max_len, key, params.sample_index + index,
-                prompt_logits=params.prompt_logprobs is not None and index == 0, speculate=speculate,
+                prompt_logits=params.prompt_logprobs is not None and index == 0,
+                speculate=speculate and params.logits_processor is None,
             )
             sample = Sample(request, seq, _new_output(index, params), forced=forced)
             sample.quota_end = _quota_end(seq, token_quota)
@@ -74,32 +75,34 @@ class Intake:
         if len(ids) >= limit:
             raise refuse(name, f"at most {limit - 1} tokens (max_model_len {limit}, one for the output)", len(ids), "shorten it")
         if have >= max_len:
-            raise refuse("prior_output_ids", f"fewer than {max_len - len(ids)} tokens, so that one can follow", len(prior),
-                         "raise max_tokens, or take the response as finished")
+            bound = f"max_tokens {params.max_tokens}, max_model_len {limit}"
+            raise refuse("prior_output_ids", f"fewer than {max_len - len(ids)} tokens, so that one can follow ({bound})",
+                         len(prior), "raise max_tokens, or take the response as finished")
         if not self._can_fit(max_len):
             raise refuse(name, "a sequence that fits the KV pool alone", f"{max_len} tokens (prompt {len(ids)} + output)",
                          "lower max_tokens, or raise EngineConfig.num_pages or kv_cache_bytes")
         return max_len
 
     def separate_equal_entries(self, requests: Seq[Request], weights: str) -> None:
-        """Entries of one call with equal prompt and explicit seed get successive sample indices, so that they are
-        different samples; warns about that, and about noise frozen across weights."""
-        used: dict[int, int] = {}
+        """Entries of one call with equal prompt and explicit seed get successive sample indices where theirs are taken, so
+        that they are different samples; warns about that, and about noise frozen across weights."""
+        taken: dict[int, set[int]] = {}
         for request in requests:
             if request.params.seed is None:
                 continue
-            key = request.samples[0].seq.key
-            offset = used.get(key, 0)
-            for sample in request.samples:
-                sample.seq.sample += offset
-                self._remember(sample.seq, weights)
-            used[key] = offset + len(request.samples)
-            if offset:
+            used = taken.setdefault(request.samples[0].seq.key, set())
+            if any(sample.seq.sample in used for sample in request.samples):
+                shift = max(used) + 1 - request.samples[0].seq.sample
+                for sample in request.samples:
+                    sample.seq.sample += shift
                 self._warn(
                     "equal-entries",
                     "equal prompts with one seed in one call: they get successive sample indices, so their samples "
                     "differ; use n= for samples of one prompt, or derive_seed for each entry",
                 )
+            for sample in request.samples:
+                used.add(sample.seq.sample)
+                self._remember(sample.seq, weights)
 
     def _remember(self, seq: Sequence, weights: str) -> None:
         identity = (seq.key, seq.sample)
@@ -133,7 +136,8 @@ class Intake:
         segment = saved.noise.segment + (paused and saved.weights != weights)
         seq = Sequence(
             self._seq_id(), request.group, request.params, list(saved.token_ids), len(request.prompt_ids), max_len,
-            saved.noise.key, saved.noise.sample, segment=segment, speculate=speculate,
+            saved.noise.key, saved.noise.sample, segment=segment,
+            speculate=speculate and request.params.logits_processor is None,
         )
         out = saved.output
         output = replace(
@@ -180,7 +184,9 @@ class Intake:
                 "trainer's full softmax is off by the kept mass; use 0 / 1 / 0 for RL, or ask for raw_logprobs",
             )
         if params.logits_processor is not None:
-            self._warn("processor", "logits_processor runs on the host once for each token: exact, but slow")
+            self._warn(
+                "processor", "requests with a logits_processor decode without speculation, with a host call for each token"
+            )
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned:

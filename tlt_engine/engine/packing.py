@@ -134,7 +134,7 @@ def noise_ids(sequences: Seq[Sequence], packed: PackedStep) -> NoiseIds:
     )
 
 
-def row_params(samples: Seq[Sample], packed: PackedStep, eos_ids: Seq[int], vocab_size: int) -> RowParams:
+def row_params(samples: Seq[Sample], packed: PackedStep, eos_ids: frozenset[int], vocab_size: int) -> RowParams:
     """Processing parameters of the decode rows; a step that no sample uses is left out."""
     params = [s.request.params for s in samples]
 
@@ -176,7 +176,7 @@ def _allowed(samples: Seq[Sample], packed: PackedStep, vocab_size: int) -> dict[
     }
 
 
-def _biases(samples: Seq[Sample], packed: PackedStep, eos_ids: Seq[int]) -> dict[str, Tensor]:
+def _biases(samples: Seq[Sample], packed: PackedStep, eos_ids: frozenset[int]) -> dict[str, Tensor]:
     """Each sample may have two lists: its logit_bias, and that plus the bans of min_tokens, which hold for the rows whose
     branch has not yet reached min_tokens."""
     ids: list[int] = []
@@ -214,7 +214,8 @@ def _biases(samples: Seq[Sample], packed: PackedStep, eos_ids: Seq[int]) -> dict
 def _penalties(samples: Seq[Sample], packed: PackedStep) -> dict[str, Tensor]:
     index: list[int] = []
     history: list[int] = []
-    indptr, prompt = [0], []
+    indptr: list[int] = [0]
+    prompt: list[int] = []
     for sample in samples:
         p = sample.request.params
         if (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) == (1.0, 0.0, 0.0):

@@ -35,9 +35,9 @@ def tokenize_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int, name: str =
         else:
             raise refuse(name, "a dict with 'prompt_token_ids' or 'prompt'", sorted(prompt), "name one of them")
     elif isinstance(prompt, str):
-        text, ids = prompt, _need(tokenizer, name).encode(prompt)
+        text, ids = prompt, _need(tokenizer, name, prompt).encode(prompt)
     elif isinstance(prompt, Sequence) and prompt and _is_message(prompt[0]):
-        needed = _need(tokenizer, name)
+        needed = _need(tokenizer, name, prompt)
         text = needed.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         ids = needed.encode(text, add_special_tokens=False)
     else:
@@ -51,7 +51,7 @@ def check_ids(ids: Any, vocab_size: int, name: str, *, allow_empty: bool = False
     except TypeError:
         raise refuse(name, "text, token ids, or chat messages", type(ids).__name__, "see RolloutEngine.generate") from None
     if not items and not allow_empty:
-        raise refuse(name, "at least one token", items, "prepend a BOS token or pass some text")
+        raise refuse(name, "at least one token", items, "pass some text or ids; a model with a BOS token can start from it")
     for i, t in enumerate(items):
         if isinstance(t, bool) or not hasattr(t, "__index__"):
             raise refuse(f"{name}[{i}]", "an integer token id", t, "tokenize first, or pass text")
@@ -60,9 +60,9 @@ def check_ids(ids: Any, vocab_size: int, name: str, *, allow_empty: bool = False
     return [t.__index__() for t in items]
 
 
-def _need(tokenizer: Any, name: str) -> Any:
+def _need(tokenizer: Any, name: str, prompt: Any) -> Any:
     if tokenizer is None:
-        raise refuse(name, "token ids (this engine has no tokenizer)", "text", "pass tokenizer= to RolloutEngine")
+        raise refuse(name, "token ids (this engine has no tokenizer)", str(prompt)[:60], "pass tokenizer= to RolloutEngine")
     return tokenizer
 
 

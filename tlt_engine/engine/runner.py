@@ -20,7 +20,7 @@ from tlt_kernels import (
 from torch import Tensor
 
 from tlt_engine.engine.packing import PackedStep, StepBuffers, noise_ids, pack_step, row_params
-from tlt_engine.engine.sample import Sample, stop_ids
+from tlt_engine.engine.sample import Sample
 from tlt_engine.kvcache.storage import KVStorage
 from tlt_engine.models import Transformer
 from tlt_engine.outputs import Logprob
@@ -47,7 +47,7 @@ class StepResult:
 
 class ModelRunner:
     def __init__(
-        self, model: Transformer, kv: KVStorage, buffers: StepBuffers, *, vocab_limit: int | None, eos_ids: Seq[int]
+        self, model: Transformer, kv: KVStorage, buffers: StepBuffers, *, vocab_limit: int | None, eos_ids: frozenset[int]
     ) -> None:
         self.model, self.kv, self.buffers = model, kv, buffers
         self.vocab_limit, self.eos_ids = vocab_limit, eos_ids
@@ -70,13 +70,14 @@ class ModelRunner:
         ids = noise_ids([s.seq for s in samples], packed)
         params = row_params(samples, packed, self.eos_ids, self.model.config.vocab_size)
         want_raw = any(s.request.params.raw_logprobs for s in samples)
-        result = sample(logits, ids, params, vocab_limit=self.vocab_limit, want_raw=want_raw)
         starts = np.cumsum(packed.nodes) - packed.nodes
+        unmodified = self._apply_processors(samples, starts, logits)
+        result = sample(logits, ids, params, vocab_limit=self.vocab_limit, want_raw=want_raw)
+        if result.raw_logprobs is not None:
+            for row, before in unmodified.items():
+                result.raw_logprobs[row] = torch.log_softmax(before, -1)[result.tokens[row].clamp_min(0)]
         if any(s.forced is not None for s in samples):
             result = self._force(result, logits, ids, params, trees, samples, starts, want_raw)
-        for i, s in enumerate(samples):
-            if s.request.params.logits_processor is not None:
-                self._walk_with_processor(s, trees[i], int(starts[i]), logits, ids, params, result)
 
         walk = verify_tree(result.tokens, packed.trees)
         decodes = len(samples)
@@ -97,30 +98,16 @@ class ModelRunner:
                 tokens[start : start + len(given)] = torch.tensor(given)
         return sample(logits, ids, params, vocab_limit=self.vocab_limit, forced=tokens, want_raw=want_raw)
 
-    def _walk_with_processor(
-        self, s: Sample, tree: DraftTree, start: int, logits: Tensor, ids: NoiseIds, params: RowParams,
-        result: SampleResult,
-    ) -> None:
-        """Walk this tree on the host, calling the processor with committed prefixes only, and write what it draws into
-        `result` at the rows of the path: the batch's walk then takes the same path."""
-        processor = s.request.params.logits_processor
-        assert processor is not None
-        prefix = list(s.output.token_ids)
-        node: int | None = 0
-        budget = s.seq.room
-        ends = stop_ids(s.request.params, self.eos_ids)
-        while node is not None and budget > 0:
-            row = start + node
-            changed = logits.clone()
-            changed[row] = processor(tuple(prefix), logits[row].float().clone()).to(logits.dtype)
-            drawn = sample(changed, ids, params, vocab_limit=self.vocab_limit)
-            token = int(drawn.tokens[row])
-            result.tokens[row], result.logprobs[row] = token, drawn.logprobs[row]
-            prefix.append(token)
-            budget -= 1
-            if token in ends:
-                return
-            node = next((i for i in range(1, len(tree)) if tree.parents[i] == node and tree.tokens[i] == token), None)
+    def _apply_processors(self, samples: Seq[Sample], starts: np.ndarray, logits: Tensor) -> dict[int, Tensor]:
+        """Run the logits processors, in place. Their samples decode without speculation, so a processor sees committed
+        prefixes only, one call a token. Returns the rows' unmodified logits, for raw log-probabilities."""
+        before: dict[int, Tensor] = {}
+        for s, row in zip(samples, starts.tolist()):
+            processor = s.request.params.logits_processor
+            if processor is not None and s.forced is None:
+                before[row] = logits[row].float().clone()
+                logits[row] = processor(tuple(s.output.token_ids), before[row].clone()).to(logits.dtype)
+        return before
 
     def _collect(
         self, packed: PackedStep, logits: Tensor, params: RowParams, samples: Seq[Sample], result: SampleResult,
@@ -136,11 +123,10 @@ class ModelRunner:
             processed = process_logits(logits, params, vocab_limit=self.vocab_limit)
         emitted = []
         for i, (s, n, row_tokens) in enumerate(zip(samples, lens, tokens.tolist())):
-            top = None
-            if wants_top[i] is not None:
-                top = top_logprobs(
-                    None if processed is None else processed[rows[i, :n]], row_tokens[:n], logprobs[i][:n], wants_top[i]
-                )
+            top, count = None, wants_top[i]
+            if count is not None:
+                scores = None if processed is None else processed[rows[i, :n]]
+                top = top_logprobs(scores, row_tokens[:n], logprobs[i][:n], count)
             keep_raw = raw[i][:n] if raw is not None and s.request.params.raw_logprobs else None
             emitted.append(Emitted(row_tokens[:n], logprobs[i][:n], keep_raw, top))
         return emitted

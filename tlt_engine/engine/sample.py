@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from tlt_engine.config import SamplingParams
@@ -84,10 +83,12 @@ class Request:
     samples: list[Sample] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     owned_by_call: bool = False  # a generate() call collects it; step() does not return it
+    unfinished: int = 0  # samples still to end; counted, since asking all n after each end is O(n^2)
 
     @property
-    def ended(self) -> bool:
-        return all(sample.ended for sample in self.samples)
+    def prior_ids(self) -> list[int]:
+        start = len(self.prompt_ids)
+        return self.samples[0].seq.token_ids[start : start + self.prior_len]
 
     def to_output(self, weights: str) -> RequestOutput:
         outputs = [sample.output for sample in self.samples]
@@ -96,8 +97,9 @@ class Request:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=list(self.prompt_ids),
+            prior_output_ids=self.prior_ids,
             outputs=outputs,
-            finished=self.ended and not paused,
+            finished=not self.unfinished and not paused,
             group_id=self.group,
             prompt_logprobs=self.prompt_logprobs,
             state=self._resume_state(weights) if paused else None,
@@ -113,6 +115,6 @@ class Request:
         )
 
 
-def stop_ids(params: SamplingParams, eos_ids: Seq[int]) -> frozenset[int]:
+def stop_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
     """Ids that end the output, and that min_tokens bars."""
-    return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
+    return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_ids)
