@@ -9,6 +9,7 @@ void bind_attention(py::module_& m);
 void bind_cuda_noise(py::module_& m);
 void bind_kv(py::module_& m);
 void bind_linear(py::module_& m);
+void bind_elementwise(py::module_& m);
 void bind_noise(py::module_& m);
 void bind_sample(py::module_& m);
 void bind_tree(py::module_& m);

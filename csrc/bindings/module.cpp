@@ -12,6 +12,7 @@ PYBIND11_MODULE(_C, m) {
   bind_attention(m);
   bind_kv(m);
   bind_linear(m);
+  bind_elementwise(m);
   bind_noise(m);
   bind_sample(m);
   bind_tree(m);
