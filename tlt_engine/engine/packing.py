@@ -138,12 +138,12 @@ def row_params(samples: Seq[Sample], packed: PackedStep, eos_ids: frozenset[int]
     """Processing parameters of the decode rows; a step that no sample uses is left out."""
     params = [s.request.params for s in samples]
 
-    def spread(values: list, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).repeat_interleave(torch.from_numpy(packed.nodes))
+    def spread(values: list, dtype: type) -> Tensor:  # numpy: torch would wake its thread pool for a few hundred numbers
+        return torch.from_numpy(np.repeat(np.array(values, dtype), packed.nodes))
 
     fields: dict[str, Tensor] = {}
     for name, off, dtype in (
-        ("top_k", 0, torch.int32), ("top_p", 1.0, torch.float32), ("min_p", 0.0, torch.float32),
+        ("top_k", 0, np.int32), ("top_p", 1.0, np.float32), ("min_p", 0.0, np.float32),
     ):
         if any(getattr(p, name) != off for p in params):
             fields[name] = spread([getattr(p, name) for p in params], dtype)
@@ -153,7 +153,7 @@ def row_params(samples: Seq[Sample], packed: PackedStep, eos_ids: frozenset[int]
         fields |= _biases(samples, packed, eos_ids)
     if any((p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0) for p in params):
         fields |= _penalties(samples, packed)
-    return RowParams(temperature=spread([p.temperature for p in params], torch.float32), **fields)
+    return RowParams(temperature=spread([p.temperature for p in params], np.float32), **fields)
 
 
 def _owes_tokens(sample: Sample) -> bool:
