@@ -85,18 +85,20 @@ def sample(
     forced: Tensor | None = None,
     want_raw: bool = False,
     scratch: _Scratch | None = None,
+    out: SampleResult | None = None,
 ) -> SampleResult:
     """tlt_kernels.sample on the device. logits [R, V] with unit stride within a row, any stride between rows.
 
-    Beside the results: 4 bytes a row, under 2 KB a row of sums, and with penalties 4 bytes times V a history.
+    out: where the results go, contiguous; its raw_logprobs decides in place of want_raw. Beside the results: 4 bytes a row, under 2 KB a row of sums, and with penalties 4 bytes times V a history.
     Raises ValueError for a vocabulary over MAX_VOCAB.
     """
     rows, vocab = logits.shape
     refuse_wide_vocab(vocab)
     device = logits.device
-    tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=device)
-    raw = torch.empty(rows, dtype=torch.float32, device=device) if want_raw else None
+    if out is None:
+        logprobs = torch.empty(rows, dtype=torch.float32, device=device)
+        raw = torch.empty_like(logprobs) if want_raw else None
+        out = SampleResult(torch.empty(rows, dtype=torch.int64, device=device), logprobs, raw)
     penalised = any(t is not None for t in (params.repetition, params.presence, params.frequency))
     histories = 0
     if penalised and params.history_indptr is not None:
@@ -108,15 +110,15 @@ def sample(
     addresses = [
         logits.data_ptr(), *(getattr(ids, f.name).data_ptr() for f in fields(ids)),
         *(_address(getattr(params, name)) for name in PARAMS),
-        counts.data_ptr(), _address(forced), tokens.data_ptr(), logprobs.data_ptr(), _address(raw),
-        arrived.data_ptr(), workspace.data_ptr(),
+        counts.data_ptr(), _address(forced), out.tokens.data_ptr(), out.logprobs.data_ptr(),
+        _address(out.raw_logprobs), arrived.data_ptr(), workspace.data_ptr(),
     ]
     words = 0 if params.allowed_bits is None else params.allowed_bits.shape[1]
     extension().cuda_sample(
         addresses, DTYPES[logits.dtype], logits.stride(0), rows, vocab, vocab if vocab_limit is None else vocab_limit,
         words, histories, _processor_count(device), stream=current_stream(device),
     )
-    return SampleResult(tokens, logprobs, raw)
+    return out
 
 
 @dataclass(frozen=True)
@@ -183,10 +185,11 @@ def tree_from_candidates(
     return out
 
 
-def verify_tree(sampled: Tensor, trees: PackedTrees, *, steps: int) -> Walk:
-    """The equality walk. steps: columns of the result, at least the deepest node's depth + 1; a walk is cut there."""
+def verify_tree(sampled: Tensor, trees: PackedTrees, *, steps: int, out: Walk | None = None) -> Walk:
+    """The equality walk. steps: columns of the result, at least the deepest node's depth + 1; a walk is cut there.
+    out: where the result goes, contiguous. A tree without nodes gets accept_lens 0."""
     batch, device = len(trees.node_indptr) - 1, sampled.device
-    walk = Walk(
+    walk = out or Walk(
         torch.empty(batch, dtype=torch.int32, device=device),
         torch.empty(batch, steps, dtype=torch.int32, device=device),
         torch.empty(batch, steps, dtype=torch.int64, device=device),

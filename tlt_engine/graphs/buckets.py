@@ -1,0 +1,54 @@
+"""The sizes that target passes are captured in, and which one holds a step. Pure arithmetic: no torch, no device.
+
+A graph of (batch, nodes) serves any division of batch * nodes rows among at most `batch` requests, since its kernels
+take ragged node_indptr. nodes = 1 is plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MAX_ROWS = 256  # beyond, a pass takes so long (7.6 ms of products at 7B on an H200) that eager launches hide behind it
+BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+NODES = (1, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    batch: int
+    nodes: int
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.nodes
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.nodes}"
+
+
+class Buckets:
+    """keys: all sizes, largest first, as they are captured up front: a small graph then fits into memory that a large
+    one has left in the pool."""
+
+    def __init__(self, keys: Iterable[GraphKey]) -> None:
+        self.keys = tuple(sorted(set(keys), key=lambda k: (k.rows, k.batch), reverse=True))
+        self._ascending = self.keys[::-1]
+
+    def choose(self, batch: int, rows: int) -> GraphKey | None:
+        """The smallest size that holds the step: fewest rows, then fewest requests. None: no size does."""
+        for key in self._ascending:
+            if key.rows >= rows and key.batch >= batch:
+                return key
+        return None
+
+
+def default_buckets(max_num_seqs: int, verify: int, max_rows: int = MAX_ROWS) -> Buckets:
+    """For engines of up to max_num_seqs samples and draft trees of up to `verify` nodes: every pair of BATCHES and
+    NODES up to the first that holds these, within max_rows rows."""
+    batches, nodes = _up_to(BATCHES, max_num_seqs), _up_to(NODES, verify)
+    return Buckets(GraphKey(b, v) for b in batches for v in nodes if b * v <= max_rows)
+
+
+def _up_to(sizes: tuple[int, ...], need: int) -> list[int]:
+    return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < need]

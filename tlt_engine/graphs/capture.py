@@ -1,0 +1,73 @@
+"""Captures CUDA graphs into one memory pool on one stream. Knows callables, not passes.
+
+Graphs of one pool share memory, so they must be replayed one after another on one stream, and what a graph leaves
+behind must be read before the next replay. An engine has a pool of its own: two engines never share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from tlt_engine.graphs.cache import CaptureOutOfMemoryError
+
+
+class CapturedGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph, bytes: int, on_release: Callable[[], None]) -> None:
+        self._graph, self.bytes, self._on_release = graph, bytes, on_release
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def release(self) -> None:
+        self._graph.reset()
+        self._on_release()
+
+
+class Capturer:
+    """device: a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._live = 0
+
+    def capture(self, run: Callable[[], object]) -> CapturedGraph:
+        """Run once for real, so that kernels are compiled and workspaces exist, capture, and replay once, so that the
+        driver's own memory is counted too: `run` must be harmless to repeat. Waits for the device.
+
+        Raises CaptureOutOfMemoryError; the pool and earlier graphs stay usable.
+        """
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(self._stream):
+                run()
+                self._stream.synchronize()
+                before = torch.cuda.mem_get_info(self.device)[0]
+                self._record(graph, run)
+                graph.replay()
+                self._stream.synchronize()
+        except torch.OutOfMemoryError as error:
+            graph.reset()
+            raise CaptureOutOfMemoryError(str(error).split(".")[0]) from error
+        self._live += 1
+        return CapturedGraph(graph, max(before - torch.cuda.mem_get_info(self.device)[0], 0), self._released)
+
+    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], object]) -> None:
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            run()
+        except BaseException:
+            with suppress(RuntimeError):  # the stream must leave capture mode; what went wrong is already known
+                graph.capture_end()
+            raise
+        graph.capture_end()
+
+    def _released(self) -> None:
+        self._live -= 1
+        if not self._live:  # torch frees a pool with its last graph; its handle cannot be used again
+            self._pool = torch.cuda.graph_pool_handle()
