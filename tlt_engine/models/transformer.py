@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tlt_engine.config import refuse
 from tlt_engine.kvcache.storage import KVStorage
-from tlt_engine.models.attention import PlannedAttention
 from tlt_engine.models.config import ModelConfig
 from tlt_engine.models.rope import rope_tables
 from tlt_engine.models.weights import LayerWeights, LoadReport, Weights
@@ -43,7 +42,7 @@ class Transformer:
         self.max_model_len = max_model_len or config.context_limit
         config.check_length(self.max_model_len)
         self.weights = Weights(config, dtype=dtype, device=self.device, lm_head_dtype=lm_head_dtype)
-        self._cos, self._sin = rope_tables(config.rope, self.max_model_len, self.device)
+        self.cos, self.sin = rope_tables(config.rope, self.max_model_len, self.device)
         self._scale = config.head_dim**-0.5
 
     @property
@@ -66,39 +65,26 @@ class Transformer:
     # no_grad, not inference_mode: the drafter's trainer saves captured hidden states for its backward pass, which torch
     # refuses for inference tensors. The difference is 0.1 ms of a 30-layer pass.
     @torch.no_grad()
-    def forward(
-        self, step: StepInputs, kv: KVStorage, *, capture: Sequence[int] = (), attention: PlannedAttention | None = None,
-        logits_out: Tensor | None = None,
-    ) -> StepOutputs:
+    def forward(self, step: StepInputs, kv: KVStorage, *, capture: Sequence[int] = ()) -> StepOutputs:
         """Writes the rows' K and V to kv at step.slots and returns logits [Rl, V] of step.logit_rows, plus the hidden
-        states [R, H] named in `capture` (StepOutputs.hidden). Positions must be below max_model_len.
-
-        attention: on the GPU, plans the step's attention once instead of in every layer. logits_out: contiguous, where
-        the logits go."""
-        self._check_capture(capture)
-        plans = None if attention is None else attention.plan(step)
+        states [R, H] named in `capture` (StepOutputs.hidden). Positions must be below max_model_len. On the GPU
+        cuda_pass.CudaPass is the fast way to the same."""
+        self.check_capture(capture)
         captured: dict[int, Tensor] = {}
         x = F.embedding(step.token_ids, self.weights.embed)
         rotation = self._rotation(step.positions)
         for i, layer in enumerate(self.weights.layers):
             if i in capture:
                 captured[i] = x
-            qkv = linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias, checked=False)
-            q = self._write_kv(layer, qkv, rotation, step, *kv.layer(i))
-            window = self.config.windows[i]
-            if attention is None or plans is None:
-                mixed = self._attention(q, step, *kv.layer(i), window)
-            else:
-                mixed = attention.run(plans, window, q, *kv.layer(i))
-            x = linear(mixed.view(len(x), -1), layer.o, layer.o_bias, base=x, checked=False)
+            x = self._attention(layer, x, rotation, step, *kv.layer(i), self.config.windows[i])
             x = self._mlp(layer, x)
         if self.config.num_layers in capture:
             captured[self.config.num_layers] = x
-        return StepOutputs(self._logits(x, step.logit_rows, logits_out), captured)
+        return StepOutputs(self._logits(x, step.logit_rows), captured)
 
     __call__ = forward
 
-    def _check_capture(self, capture: Sequence[int]) -> None:
+    def check_capture(self, capture: Sequence[int]) -> None:
         for index in capture:
             if not 0 <= index <= self.config.num_layers:
                 raise refuse(
@@ -108,32 +94,27 @@ class Transformer:
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [R, 1, rotary_dim] in the model's dtype, where transformers applies them too."""
-        cos, sin = self._cos[positions], self._sin[positions]
+        cos, sin = self.cos[positions], self.sin[positions]
         return cos.to(self.dtype)[:, None], sin.to(self.dtype)[:, None]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
 
-    def _write_kv(
-        self, layer: LayerWeights, qkv: Tensor, rotation: tuple[Tensor, Tensor], step: StepInputs, k_cache: Tensor,
-        v_cache: Tensor,
+    def _attention(
+        self, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor], step: StepInputs, k_cache: Tensor,
+        v_cache: Tensor, window: int,
     ) -> Tensor:
-        """Puts K and V of the rows in their slots; returns the queries [R, Hq, D]."""
         c = self.config
+        qkv = linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias, checked=False)
         qkv = qkv.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         qk = self._rotate(self._qk_norm(layer, qkv[:, : c.num_heads + c.num_kv_heads]), rotation)
-        write_kv(
-            qk[:, c.num_heads :], qkv[:, c.num_heads + c.num_kv_heads :], k_cache, v_cache, step.slots
-        )
-        return qk[:, : c.num_heads]
-
-    def _attention(
-        self, q: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor, window: int
-    ) -> Tensor:
-        return tree_attention(
+        q, k = qk[:, : c.num_heads], qk[:, c.num_heads :]
+        write_kv(k, qkv[:, c.num_heads + c.num_kv_heads :], k_cache, v_cache, step.slots)
+        out = tree_attention(
             q, k_cache, v_cache, step.page_table, step.prefix_lens, step.node_indptr, step.ancestors, step.causal,
             step.positions, scale=self._scale, window=window,
         )
+        return linear(out.view(len(x), -1), layer.o, layer.o_bias, base=x, checked=False)
 
     def _qk_norm(self, layer: LayerWeights, qk: Tensor) -> Tensor:
         """Per-head RMSNorm of queries and keys (Qwen3), one pass over both."""
@@ -155,11 +136,9 @@ class Transformer:
         gate, up = linear(self._norm(x, layer.post_norm), layer.gate_up, layer.gate_up_bias, checked=False).chunk(2, -1)
         return linear(F.silu(gate) * up, layer.down, layer.down_bias, base=x, checked=False)
 
-    def _logits(self, x: Tensor, rows: Tensor, out: Tensor | None) -> Tensor:
+    def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
         if len(rows) != len(x):  # logit_rows is ascending: as many as rows means all of them
             x = x[rows]
-        head = self.weights.head
         if not len(x):  # a pass of prefill chunks alone
-            return torch.empty(0, len(head), dtype=head.dtype, device=head.device) if out is None else out
-        x = self._norm(x, self.weights.norm).to(self.lm_head_dtype)
-        return linear(x, head) if out is None else torch.mm(x, head.T, out=out)
+            return torch.empty(0, self.config.vocab_size, dtype=self.lm_head_dtype, device=self.device)
+        return linear(self._norm(x, self.weights.norm).to(self.lm_head_dtype), self.weights.head)

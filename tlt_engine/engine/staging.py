@@ -1,0 +1,128 @@
+"""Host arrays that reach the device in one asynchronous copy a step, and results that come back in one.
+
+Knows sizes and dtypes, not what the arrays mean. Offsets depend on the order of the calls alone, so equal steps get
+equal device addresses, which a captured graph relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGN = 16
+NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    torch.int64: np.dtype(np.int64), torch.int32: np.dtype(np.int32), torch.uint8: np.dtype(np.uint8),
+    torch.float32: np.dtype(np.float32),
+}
+Sections = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def section_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return -(-prod(shape) * dtype.itemsize // ALIGN) * ALIGN
+
+
+def device_view(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def host_view(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
+    return buffer.numpy()[start : start + prod(shape) * dtype.itemsize].view(NUMPY[dtype]).reshape(shape)
+
+
+class Frame:
+    """Named sections of a staging buffer from its start on: `host` to fill, `device` to read. end: bytes in use."""
+
+    def __init__(self, host: Tensor, device: Tensor, sections: Sections) -> None:
+        self.host: dict[str, np.ndarray] = {}
+        self.device: dict[str, Tensor] = {}
+        self.offsets: dict[str, int] = {}
+        self.end = 0
+        for name, (shape, dtype) in sections.items():
+            self.host[name] = host_view(host, self.end, shape, dtype)
+            self.device[name] = device_view(device, self.end, shape, dtype)
+            self.offsets[name] = self.end
+            self.end += section_bytes(shape, dtype)
+
+
+class Staging:
+    """size: bytes of the buffers, which never move. What does not fit behind a frame goes by copies of its own."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._host, self._device = pinned(size), torch.zeros(size, dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event()
+        self._used = 0
+        self._kept: list[Tensor] = []  # host tensors whose copies may still run
+
+    @property
+    def bytes(self) -> int:
+        return len(self._device)
+
+    def frame(self, sections: Sections) -> Frame:
+        """Views only: nothing is in use before `begin`."""
+        return Frame(self._host, self._device, sections)
+
+    def begin(self, frame: Frame) -> None:
+        """Before the frame's host arrays are written: waits for the copy of the step before, which is long done."""
+        self._copied.synchronize()
+        self._kept.clear()
+        self._used = frame.end
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """A CPU tensor's copy on the device, there once `flush` has run."""
+        shape, size = tuple(tensor.shape), section_bytes(tuple(tensor.shape), tensor.dtype)
+        if self._used + size > len(self._host):
+            self._kept.append(tensor.pin_memory())
+            return self._kept[-1].to(self._device.device, non_blocking=True)
+        host_view(self._host, self._used, shape, tensor.dtype)[...] = tensor.numpy()
+        self._used += size
+        return device_view(self._device, self._used - size, shape, tensor.dtype)
+
+    def flush(self) -> None:
+        self._copy(0, self._used)
+
+    def flush_section(self, frame: Frame, name: str) -> None:
+        start = frame.offsets[name]
+        self._copy(start, start + frame.host[name].nbytes)
+
+    def wait(self) -> None:
+        """Until the host arrays may be written again."""
+        self._copied.synchronize()
+
+    def _copy(self, start: int, end: int) -> None:
+        self._device[start:end].copy_(self._host[start:end], non_blocking=True)
+        self._copied.record()
+
+
+class Results:
+    """Device results of a step in one buffer, read back in one copy. Two host buffers: while one is read, the next
+    step's copy fills the other."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._hosts = (pinned(size), pinned(size))
+        self._turn = 0
+
+    @property
+    def bytes(self) -> int:
+        return len(self._device)
+
+    def open(self, sections: Sections) -> Frame:
+        """Where the next step's results go. Valid until the call after the next one."""
+        self._turn ^= 1
+        return Frame(self._hosts[self._turn], self._device, sections)
+
+    def fetch(self, frame: Frame) -> torch.cuda.Event:
+        """Starts the copy; the frame's host arrays hold the results once the event has happened."""
+        self._hosts[self._turn][: frame.end].copy_(self._device[: frame.end], non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return done
