@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_kernels.backend import BackendName, choose
+from tlt_kernels.backend import BackendName, choose, extension, threads
 from tlt_kernels.checks import check
 from tlt_kernels.reference import activation as reference
 
@@ -31,13 +31,17 @@ def silu_mul(
             )
         if out is not None:
             check("out", out, gate_up.dtype, {"R": gate_up.shape[0], "I": gate_up.shape[1] // 2}, gate_up.device)
-    picked = choose("silu_mul", backend, gate_up.device, cpu=("reference",), cuda=("triton", "reference"))
+    cpu: tuple[BackendName, ...] = ("cpp", "reference") if gate_up.dtype == torch.float32 else ("reference",)
+    picked = choose("silu_mul", backend, gate_up.device, cpu=cpu, cuda=("triton", "reference"))
     if picked == "reference":
         result = reference.silu_mul(gate_up)
         return result if out is None else out.copy_(result)
-    from tlt_kernels.triton import activation as triton_backend  # Triton is an optional extra
-
     if out is None:
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    if picked == "cpp":
+        extension().silu_mul(gate_up.data_ptr(), *out.shape, out.data_ptr(), threads())
+        return out
+    from tlt_kernels.triton import activation as triton_backend  # Triton is an optional extra
+
     triton_backend.silu_mul(gate_up, out)
     return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_kernels.backend import BackendName, choose
+from tlt_kernels.backend import BackendName, choose, extension, threads
 from tlt_kernels.checks import check
 from tlt_kernels.reference import norm as reference
 
@@ -38,7 +38,16 @@ def rms_norm(
         if residual_out is not None and residual is None:
             raise ValueError("residual_out: expected None without a residual, got a tensor; the sum is then x itself")
     cuda: tuple[BackendName, ...] = ("triton", "reference") if x.shape[1] <= MAX_FEATURES else ("reference",)
-    if choose("rms_norm", backend, x.device, cpu=("reference",), cuda=cuda) == "reference":
+    # The C++ path takes fp32 and leaves the residual sum to the product before it (linear's base).
+    in_cpp = x.dtype == torch.float32 and residual is None
+    cpu: tuple[BackendName, ...] = ("cpp", "reference") if in_cpp else ("reference",)
+    picked = choose("rms_norm", backend, x.device, cpu=cpu, cuda=cuda)
+    if picked == "cpp":
+        out = torch.empty_like(x) if out is None else out
+        rows, width = x.shape
+        extension().rms_norm(x.data_ptr(), width, weight.data_ptr(), eps, rows, width, out.data_ptr(), threads())
+        return out, x
+    if picked == "reference":
         y, h = reference.rms_norm(x, weight, eps, residual)
         if residual_out is not None:
             h = residual_out.copy_(h)

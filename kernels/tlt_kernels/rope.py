@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_kernels.backend import BackendName, choose
+from tlt_kernels.backend import BackendName, choose, extension, threads
 from tlt_kernels.checks import check
 from tlt_kernels.reference import rope as reference
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+MAX_CPP_DIM = 1024  # a normed head lives on the C++ path's stack
 
 
 def _check(
@@ -71,15 +72,31 @@ def rope_write_kv(
     """
     if checked:
         _check(qkv, cos, sin, positions, slots, k_cache, v_cache, q_out, q_norm, k_norm)
-    picked = choose("rope_write_kv", backend, qkv.device, cpu=("reference",), cuda=("triton", "reference"))
+    plain = qkv.dtype == cos.dtype == torch.float32 and k_cache[0].is_contiguous() and k_cache.shape[3] <= MAX_CPP_DIM
+    cpu: tuple[BackendName, ...] = ("cpp", "reference") if plain else ("reference",)
+    picked = choose("rope_write_kv", backend, qkv.device, cpu=cpu, cuda=("triton", "reference"))
     if picked == "reference":
         q = reference.rope_write_kv(qkv, cos, sin, positions, slots, k_cache, v_cache, q_norm, k_norm, eps)
         return q if q_out is None else q_out.copy_(q)
+    kv_heads, dim = k_cache.shape[2:]
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    if q_out is None:
+        q_out = torch.empty(len(qkv), heads, dim, dtype=qkv.dtype, device=qkv.device)
+    if picked == "cpp":
+        length, rotary = cos.shape
+        bad = extension().rope_write_kv(
+            qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), slots.data_ptr(),
+            0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), eps,
+            len(qkv), heads, kv_heads, dim, rotary, length, k_cache.shape[0] * k_cache.shape[1], q_out.data_ptr(), k_cache.data_ptr(),
+            v_cache.data_ptr(), threads(),
+        )
+        if bad >= 0:
+            raise ValueError(
+                f"positions, slots: expected row {bad} in [0, {length}) and the cache's "
+                f"{k_cache.shape[0] * k_cache.shape[1]} slots, got {int(positions[bad])} and {int(slots[bad])}; nothing was written"
+            )
+        return q_out
     from tlt_kernels.triton import rope as triton_backend  # Triton is an optional extra
 
-    if q_out is None:
-        kv_heads, dim = k_cache.shape[2:]
-        heads = qkv.shape[1] // dim - 2 * kv_heads
-        q_out = torch.empty(len(qkv), heads, dim, dtype=qkv.dtype, device=qkv.device)
     triton_backend.rope_write_kv(qkv, cos, sin, positions, slots, k_cache, v_cache, q_out, q_norm, k_norm, eps)
     return q_out

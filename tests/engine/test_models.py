@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from tlt_kernels.norm import rms_norm
 from torch import Tensor
 
 from tests.tiny import ARCHS, Runner, hf_logits, prefill_logits, tiny_config, tiny_hf_model, tiny_target
@@ -139,7 +139,7 @@ def test_captured_states_equal_hidden_states(wanted: tuple[int, ...]) -> None:
 def test_last_captured_state_gives_the_logits() -> None:
     model = tiny_target("qwen3")
     logits, hidden = prefill_logits(model, IDS, capture=(2,))
-    normed = F.rms_norm(hidden[2], (32,), model.weights.norm, model.config.rms_norm_eps)
+    normed = rms_norm(hidden[2], model.weights.norm, model.config.rms_norm_eps)[0]
     torch.testing.assert_close(normed @ model.weights.head.T, logits, rtol=0, atol=1e-5)
 
 
@@ -317,7 +317,7 @@ def test_fp32_head_on_bf16_weights(tie: bool) -> None:
         logits, hidden = prefill_logits(model, IDS, capture=(2,))
         weights = dict(model.named_weights())
         head = weights["model.embed_tokens.weight" if tie else "lm_head.weight"]
-        normed = F.rms_norm(hidden[2], (32,), model.weights.norm, model.config.rms_norm_eps)
+        normed = rms_norm(hidden[2], model.weights.norm, model.config.rms_norm_eps)[0]
         assert logits.dtype == torch.float32 and head.dtype == torch.bfloat16
         torch.testing.assert_close(logits, normed.float() @ head.float().T, rtol=0, atol=1e-5)
 

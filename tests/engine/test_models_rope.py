@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tlt_kernels.rope import rope_write_kv
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.nemotron import modeling_nemotron
@@ -116,8 +117,10 @@ def test_partial_rotation(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatc
 
 def test_unrotated_dimensions_pass_through() -> None:
     model = load_model(tiny_hf_model("llama", head_dim=8, partial_rotary_factor=0.5)).model
-    x = torch.randn(3, 4, 8)
-    turned = model._rotate(x, model._rotation(torch.tensor([1, 5, 9])))
+    x, kv = torch.randn(3, 4, 8), model.new_kv(1, 4)
+    qkv = torch.cat((x, torch.randn(3, 4, 8)), 1).view(3, -1)
+    positions, slots = torch.tensor([1, 5, 9]), torch.arange(3)
+    turned = rope_write_kv(qkv, model.cos, model.sin, positions, slots, *kv.layer(0))
     assert torch.equal(turned[..., 4:], x[..., 4:])
     assert (turned[..., :4] - x[..., :4]).abs().min() > 0
 

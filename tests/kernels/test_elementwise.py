@@ -6,18 +6,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tlt_kernels.activation
+import tlt_kernels.norm
+import tlt_kernels.rope
 import torch
-from tlt_kernels.activation import silu_mul
-from tlt_kernels.norm import rms_norm
-from tlt_kernels.rope import rope_write_kv
 from torch import Tensor
 
 from tests.kernels.elementwise_cases import rope_case
 
+# The references are what transformers is compared with; test_elementwise_cpp.py compares the C++ path with them.
+silu_mul = partial(tlt_kernels.activation.silu_mul, backend="reference")
+rms_norm = partial(tlt_kernels.norm.rms_norm, backend="reference")
+rope_write_kv = partial(tlt_kernels.rope.rope_write_kv, backend="reference")
 HALF_TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
+from tlt_kernels.activation import silu_mul
 from tlt_kernels.attention import tree_attention
-from tlt_kernels.kv import write_kv
 from tlt_kernels.linear import linear
+from tlt_kernels.norm import rms_norm
+from tlt_kernels.rope import rope_write_kv
 from torch import Tensor
 
 from tlt_engine.config import refuse
@@ -72,11 +74,10 @@ class Transformer:
         self.check_capture(capture)
         captured: dict[int, Tensor] = {}
         x = F.embedding(step.token_ids, self.weights.embed)
-        rotation = self._rotation(step.positions)
         for i, layer in enumerate(self.weights.layers):
             if i in capture:
                 captured[i] = x
-            x = self._attention(layer, x, rotation, step, *kv.layer(i), self.config.windows[i])
+            x = self._attention(layer, x, step, *kv.layer(i), self.config.windows[i])
             x = self._mlp(layer, x)
         if self.config.num_layers in capture:
             captured[self.config.num_layers] = x
@@ -92,49 +93,26 @@ class Transformer:
                     "0 is the embedding, i the output of layer i - 1, the number of layers the input of the final norm",
                 )
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin [R, 1, rotary_dim] in the model's dtype, where transformers applies them too."""
-        cos, sin = self.cos[positions], self.sin[positions]
-        return cos.to(self.dtype)[:, None], sin.to(self.dtype)[:, None]
-
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+        return rms_norm(x, weight, self.config.rms_norm_eps, checked=False)[0]
 
     def _attention(
-        self, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor], step: StepInputs, k_cache: Tensor,
-        v_cache: Tensor, window: int,
+        self, layer: LayerWeights, x: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor, window: int
     ) -> Tensor:
-        c = self.config
         qkv = linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias, checked=False)
-        qkv = qkv.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        qk = self._rotate(self._qk_norm(layer, qkv[:, : c.num_heads + c.num_kv_heads]), rotation)
-        q, k = qk[:, : c.num_heads], qk[:, c.num_heads :]
-        write_kv(k, qkv[:, c.num_heads + c.num_kv_heads :], k_cache, v_cache, step.slots)
+        q = rope_write_kv(
+            qkv, self.cos, self.sin, step.positions, step.slots, k_cache, v_cache, q_norm=layer.q_norm,
+            k_norm=layer.k_norm, eps=self.config.rms_norm_eps, checked=False,
+        )
         out = tree_attention(
             q, k_cache, v_cache, step.page_table, step.prefix_lens, step.node_indptr, step.ancestors, step.causal,
             step.positions, scale=self._scale, window=window,
         )
         return linear(out.view(len(x), -1), layer.o, layer.o_bias, base=x, checked=False)
 
-    def _qk_norm(self, layer: LayerWeights, qk: Tensor) -> Tensor:
-        """Per-head RMSNorm of queries and keys (Qwen3), one pass over both."""
-        if layer.q_norm is None or layer.k_norm is None:
-            return qk
-        normed = F.rms_norm(qk, (self.config.head_dim,), None, self.config.rms_norm_eps)
-        normed[:, : self.config.num_heads].mul_(layer.q_norm)
-        normed[:, self.config.num_heads :].mul_(layer.k_norm)
-        return normed
-
-    def _rotate(self, qk: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        cos, sin = rotation
-        dim = cos.shape[-1]
-        part = qk[..., :dim]
-        rotated = torch.addcmul(part * cos, part.roll(dim // 2, -1), sin)
-        return rotated if dim == self.config.head_dim else torch.cat((rotated, qk[..., dim:]), -1)
-
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        gate, up = linear(self._norm(x, layer.post_norm), layer.gate_up, layer.gate_up_bias, checked=False).chunk(2, -1)
-        return linear(F.silu(gate) * up, layer.down, layer.down_bias, base=x, checked=False)
+        gate_up = linear(self._norm(x, layer.post_norm), layer.gate_up, layer.gate_up_bias, checked=False)
+        return linear(silu_mul(gate_up, checked=False), layer.down, layer.down_bias, base=x, checked=False)
 
     def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
         if len(rows) != len(x):  # logit_rows is ascending: as many as rows means all of them
