@@ -38,8 +38,8 @@ void norm_row(const float* x, const float* weight, float eps, int64_t width, flo
   scale_row(x, weight, 1.0f / std::sqrt(square_sum(x, width) / static_cast<float>(width) + eps), width, out);
 }
 
-// e^x for x <= 88, 0 below -87.3: 2^n * e^r with |r| <= ln2 / 2 and a polynomial of degree 6, relative error < 3e-7.
-inline float exp_nonpositive_safe(float x) {
+// e^x, x held to [-87.3, 88] (so silu(-1e4) is -6e-35 where it should be 0): 2^n * e^r with |r| <= ln2 / 2 and a polynomial of degree 6, relative error < 3e-7.
+inline float exp_clamped(float x) {
   x = x < -87.3f ? -87.3f : (x > 88.0f ? 88.0f : x);
   const float n = std::nearbyint(x * 1.44269504f);
   const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -56,7 +56,7 @@ inline float exp_nonpositive_safe(float x) {
 }
 
 TLT_CLONES void silu_row(const float* gate, const float* up, int64_t width, float* out) {
-  for (int64_t i = 0; i < width; ++i) out[i] = gate[i] / (1.0f + exp_nonpositive_safe(-gate[i])) * up[i];
+  for (int64_t i = 0; i < width; ++i) out[i] = gate[i] / (1.0f + exp_clamped(-gate[i])) * up[i];
 }
 
 TLT_CLONES void rotate_head(const float* x, const float* cos, const float* sin, int64_t rotary, int64_t head_dim,
