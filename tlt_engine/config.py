@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES = ("float32", "bfloat16", "float16")
+FLOAT_MAX, FLOAT_TINY = float.fromhex("0x1.fffffep127"), float.fromhex("0x1p-126")  # of fp32: what the kernels take
 
 
 def refuse(field_name: str, expected: str, got: object, remedy: str) -> ValueError:
@@ -36,11 +37,27 @@ def _real(name: str, value: object, low: float, high: float, *, open_low: bool =
     bounds = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise refuse(name, bounds, value, "pass a float") from None
     if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
         raise refuse(name, bounds, value, "choose a value in range")
     return number
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    if not hasattr(value, "__iter__"):
+        raise refuse(name, "a list of token ids", value, "wrap it in a list")
+    return tuple(_integer(name, t, 0) for t in value)
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not hasattr(value, "items"):
+        raise refuse("logit_bias", "a dict {token id: added logit}", value, "build one")
+    biases: dict[int, float] = {}
+    for t, bias in value.items():
+        token = _integer("logit_bias", t, 0)
+        biases[token] = bias if bias == -math.inf else _real(f"logit_bias[{token}]", bias, -FLOAT_MAX, FLOAT_MAX)
+    return biases
 
 
 @dataclass(frozen=True)
@@ -100,6 +117,8 @@ class EngineConfig:
         max_model_len need if that is less than 2 GiB, else 2 GiB.
     seed: root of the keys of requests without a seed; None: OS entropy.
     mask_padding_ids: never emit ids at or beyond the tokenizer's length (None: yes when a tokenizer is known).
+    enforce_eager: no CUDA graphs, as in vLLM. graph_bytes: device memory for all captured graphs together; the least
+        recently used are dropped beyond it. Both matter on CUDA only.
     """
 
     dtype: str = "float32"
@@ -114,14 +133,18 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     seed: int | None = None
     mask_padding_ids: bool | None = None
+    enforce_eager: bool = False
+    graph_bytes: int = 2 * 2**30
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.device, str):
+            raise refuse("EngineConfig.device", "'cpu', 'cuda' or 'cuda:N'", self.device, "pass str(device)")
         if self.dtype not in DTYPES:
             raise refuse("EngineConfig.dtype", f"one of {', '.join(DTYPES)}", self.dtype, "pick one")
         if self.lm_head_dtype is not None and self.lm_head_dtype not in DTYPES:
             raise refuse("EngineConfig.lm_head_dtype", f"None or one of {', '.join(DTYPES)}", self.lm_head_dtype, "pick one")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "graph_bytes"):
             _integer(f"EngineConfig.{name}", getattr(self, name), 1)
         for name in ("max_model_len", "num_pages", "kv_cache_bytes"):
             if getattr(self, name) is not None:
@@ -179,11 +202,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         put: Callable[[str, Any], None] = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         put("n", _integer("n", self.n, 1))
-        put("temperature", _real("temperature", self.temperature, 0.0, math.inf))
-        put("top_k", max(_integer("top_k", self.top_k, -1), 0))
+        put("temperature", _real("temperature", self.temperature, 0.0, FLOAT_MAX))
+        put("top_k", max(_integer("top_k", self.top_k, -1, 2**31 - 1), 0))
         put("top_p", _real("top_p", self.top_p, 0.0, 1.0, open_low=True))
         put("min_p", _real("min_p", self.min_p, 0.0, 1.0))
-        put("repetition_penalty", _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True))
+        put("repetition_penalty", _real("repetition_penalty", self.repetition_penalty, FLOAT_TINY, FLOAT_MAX))
         put("presence_penalty", _real("presence_penalty", self.presence_penalty, -2.0, 2.0))
         put("frequency_penalty", _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
         if self.max_tokens is not None:
@@ -194,24 +217,27 @@ class SamplingParams:
         put("sample_index", _integer("sample_index", self.sample_index, 0, 2**32 - 1 - self.n))
         if self.seed is not None:
             put("seed", check_seed(self.seed))
+        if self.stop is not None and not hasattr(self.stop, "__iter__"):
+            raise refuse("stop", "a string or a list of strings", self.stop, "pass stop_token_ids for ids")
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if any(not isinstance(s, str) or not s for s in stops):
             raise refuse("stop", "non-empty strings", self.stop, "drop the empty or non-string entries")
         put("stop", stops)
-        put("stop_token_ids", tuple(_integer("stop_token_ids", t, 0) for t in self.stop_token_ids or ()))
+        put("stop_token_ids", () if self.stop_token_ids is None else _ids("stop_token_ids", self.stop_token_ids))
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 put(name, _integer(name, value, 0))
         if self.logit_bias is not None:
-            bias = {_integer("logit_bias", k, 0): float(v) for k, v in self.logit_bias.items()}
-            if any(math.isnan(v) or v == math.inf for v in bias.values()):
-                raise refuse("logit_bias", "finite values or -inf", self.logit_bias, "use -inf to bar an id")
-            put("logit_bias", bias)
+            put("logit_bias", _biases(self.logit_bias))
         if self.allowed_token_ids is not None:
-            allowed = tuple(_integer("allowed_token_ids", t, 0) for t in self.allowed_token_ids)
+            allowed = _ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise refuse("allowed_token_ids", "at least one id", [], "pass None to allow all ids")
             put("allowed_token_ids", allowed)
+        for name in ("include_stop_str_in_output", "ignore_eos", "raw_logprobs", "skip_special_tokens", "detokenize"):
+            if getattr(self, name) not in (True, False):  # "no" is true, and would go unnoticed
+                raise refuse(name, "True or False", getattr(self, name), "pass a bool")
+            put(name, bool(getattr(self, name)))
         if self.logits_processor is not None and not callable(self.logits_processor):
             raise refuse("logits_processor", "a callable (output_ids, logits) -> logits", self.logits_processor, "pass a function")
         if self.stop and not self.detokenize:

@@ -8,6 +8,8 @@ import torch
 
 from tlt_engine.config import EngineConfig, refuse
 from tlt_engine.engine.packing import StepBuffers
+from tlt_engine.engine.runner import ModelRunner
+from tlt_engine.graphs.buckets import default_buckets
 from tlt_engine.kvcache.pages import PagePool
 from tlt_engine.kvcache.prefix import PrefixCache
 from tlt_engine.kvcache.storage import KVStorage
@@ -66,7 +68,8 @@ def build_kv(config: EngineConfig, model: Transformer, max_model_len: int) -> tu
         raise refuse("EngineConfig.kv_cache_bytes", f"at least one page of {page_bytes} bytes", config.kv_cache_bytes, "raise it")
     pool = PagePool(pages)
     prefix = PrefixCache(pool, config.page_size) if config.enable_prefix_caching else None
-    return pool, prefix, model.new_kv(pages, config.page_size)
+    dummy = int(model.device.type == "cuda")  # for the padding rows of graphs (device.Layout); the pool does not know it
+    return pool, prefix, model.new_kv(pages + dummy, config.page_size)
 
 
 def build_buffers(config: EngineConfig, tokens: int) -> StepBuffers:
@@ -76,3 +79,19 @@ def build_buffers(config: EngineConfig, tokens: int) -> StepBuffers:
     rows = 2 * config.max_num_batched_tokens + trees + config.max_num_seqs
     pages = -(-(tokens + MAX_NODES) // config.page_size)
     return StepBuffers(rows, 2 * config.max_num_seqs, pages)
+
+
+def build_runner(
+    config: EngineConfig, model: Transformer, kv: KVStorage, max_model_len: int, *, vocab_limit: int | None,
+    eos_ids: frozenset[int],
+) -> ModelRunner:
+    buffers = build_buffers(config, max_model_len)
+    if model.device.type != "cuda":
+        return ModelRunner(model, kv, buffers, vocab_limit=vocab_limit, eos_ids=eos_ids)
+    from tlt_engine.engine.device import DeviceRunner
+
+    verify = 1 if config.speculation.method == "off" else config.speculation.profile.verify
+    buckets = None if config.enforce_eager else default_buckets(config.max_num_seqs, verify)
+    return DeviceRunner(
+        model, kv, buffers, vocab_limit=vocab_limit, eos_ids=eos_ids, buckets=buckets, graph_bytes=config.graph_bytes
+    )

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from tlt_engine.config import SpeculationConfig, refuse
 from tlt_engine.engine.counters import Counters
-from tlt_engine.engine.runner import Emitted, ModelRunner, StepResult, prompt_logprobs
+from tlt_engine.engine.runner import Emitted, Flight, ModelRunner, StepResult, prompt_logprobs
 from tlt_engine.engine.sample import Sample
 from tlt_engine.engine.stops import Stop, StopRule
 from tlt_engine.scheduler.scheduler import Scheduler
-from tlt_engine.scheduler.sequence import Decode, Sequence
+from tlt_engine.scheduler.sequence import Batch, Decode, Sequence, Status
 from tlt_engine.speculation.drafter import DraftContext, Drafter
 from tlt_engine.speculation.tree import DraftTree, clip_tree
 from tlt_engine.types import MAX_NODES
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A launched target pass. lengths: tokens of each decoding sample when it was launched; one that has another number
+    by now, or has ended, takes no part in its results."""
+
+    batch: Batch
+    trees: list[DraftTree]
+    samples: list[Sample]
+    lengths: list[int]
+    flight: Flight
 
 
 class EngineCore:
@@ -31,35 +44,86 @@ class EngineCore:
         self.version = "0"
         self._on_end = on_end
         self._scoring = 0  # unfinished samples of `score`
+        self._ahead: Pass | None = None  # launched before the pass in front of it was read
+        self._steady = False  # nothing has come, gone or been prefilled since the last schedule
 
     def add(self, sample: Sample) -> None:
         self.samples[sample.seq.seq_id] = sample
         self._scoring += sample.forced is not None
+        self._steady = False
         self.scheduler.add(sample.seq)
 
     def step(self) -> bool:
         """One target pass over everything that runs. False when nothing could."""
-        batch = self.scheduler.schedule(self._max_nodes)
-        if not batch:
-            return False
+        batch: Batch | None = None
+        if self._ahead is None or not any(self._rides(self._ahead)):
+            batch = self.scheduler.schedule(self._max_nodes)
+            if not batch:
+                return False
+        try:
+            current = self._launch(batch) if batch is not None else self._ahead
+            assert current is not None
+            self._ahead = self._launch_ahead(current)
+            self._finish(current)
+        except BaseException:
+            # A drafter, a logits processor or Ctrl-C broke off the step: page copies may not have been made, tokens may
+            # stand without their KV. Nobody else's request may go on from that.
+            self._ahead = None
+            self.scheduler.recompute_all()
+            raise
+        return True
+
+    def _launch(self, batch: Batch) -> Pass:
         samples = [self.samples[d.seq.seq_id] for d in batch.decodes]
         trees = self._propose(batch.decodes, samples)
-        result = self.runner.run(batch, trees, samples)
+        self._steady = not (batch.chunks or batch.copies or batch.preempted)
+        return Pass(batch, trees, samples, _lengths(samples), self.runner.launch(batch, trees, samples))
+
+    def _launch_ahead(self, current: Pass) -> Pass | None:
+        """The plain step after `current`, if that is what schedule() would come to: the same samples, no drafts, and none
+        known to end but by its tokens. What a sample that ends meanwhile then computes is thrown away: it has written
+        behind its own keys, on a page that nobody else can have been given before that pass."""
+        samples = current.samples
+        drafting = self.drafter is not None and any(s.seq.speculate for s in samples)
+        if not self._steady or drafting or not all(self._rides(current)):
+            return None
+        if all(_end(s) <= length + 1 for s, length in zip(samples, current.lengths)):
+            return None
+        sequences = [s.seq for s in samples]
+        if not self.scheduler.look_ahead(sequences):
+            return None
+        flight = self.runner.launch_ahead(current.flight, sequences)
+        if flight is None:
+            return None
+        return Pass(current.batch, current.trees, samples, [n + 1 for n in current.lengths], flight)
+
+    def _rides(self, launched: Pass) -> list[bool]:
+        """Which of its samples still stand where the pass takes them on from. For a pass ahead that is true once the
+        pass in front of it has been committed."""
+        return [
+            s.output.finish_reason is None and s.seq.status is Status.RUNNING and len(s.seq.token_ids) == length
+            for s, length in zip(launched.samples, launched.lengths)
+        ]
+
+    def _finish(self, current: Pass) -> None:
+        result = current.flight.result()
+        batch, rides = current.batch, self._rides(current)
         self.counters.steps += 1
-        self.counters.running_per_step.append(len(batch.decodes) + len(batch.chunks))
+        self.counters.running_per_step.append(sum(rides) + len(batch.chunks))
         self._take_prompt_logits(result)
         for chunk in batch.chunks:
             self.counters.prefill_passes += 1
             self.counters.prefill_tokens += chunk.count
             self.scheduler.advance_prefill(chunk)
-        for decode, sample, tree, emitted in zip(batch.decodes, samples, trees, result.emitted):
-            stop = self._commit(decode, sample, tree, emitted)
+        rows = zip(batch.decodes, current.samples, current.trees, result.emitted, rides)
+        for decode, sample, tree, emitted, rode in rows:
+            stop = self._commit(decode, sample, tree, emitted) if rode else None
             if stop is not None:
                 self.end(sample, stop)
-        return True
 
     def end(self, sample: Sample, stop: Stop) -> None:
         """Release all that the sample holds and seal its output."""
+        self._steady = False
         out = sample.output
         out.finish_reason, out.stop_reason, out.noise = stop.finish_reason, stop.stop_reason, sample.noise
         if sample.text is not None:
@@ -147,12 +211,20 @@ class EngineCore:
                 entries[first:last] = prompt_logprobs(logits[: last - first], targets, count)
 
 
+def _end(sample: Sample) -> int:
+    """The length at which it ends for certain."""
+    return sample.seq.max_len if sample.quota_end is None else min(sample.seq.max_len, sample.quota_end)
+
+
+def _lengths(samples: Seq[Sample]) -> list[int]:
+    return [len(s.seq.token_ids) for s in samples]
+
+
 def _context(sample: Sample, max_nodes: int) -> DraftContext:
     seq = sample.seq
-    end = seq.max_len if sample.quota_end is None else min(seq.max_len, sample.quota_end)
     return DraftContext(
         seq.seq_id, seq.group, seq.token_ids, seq.prompt_len, seq.key, seq.sample, seq.segment, seq.params, max_nodes,
-        max_depth=end - len(seq.token_ids) - 1,  # the bonus token takes one of the places left
+        max_depth=_end(sample) - len(seq.token_ids) - 1,  # the bonus token takes one of the places left
     )
 
 

@@ -15,11 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from tlt_engine.config import EngineConfig, SamplingParams, refuse
-from tlt_engine.engine.build import build_buffers, build_kv, build_model
+from tlt_engine.engine.build import build_kv, build_model, build_runner
 from tlt_engine.engine.core import EngineCore
 from tlt_engine.engine.intake import Intake
 from tlt_engine.engine.prompts import Prompt, as_prompt_list, check_ids, params_for_each
-from tlt_engine.engine.runner import ModelRunner
 from tlt_engine.engine.sample import Request, Sample
 from tlt_engine.engine.stops import Stop
 from tlt_engine.outputs import RequestOutput
@@ -54,9 +53,8 @@ class RolloutEngine:
             self._pool, self._prefix, page_size=self.config.page_size, max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens, max_model_len=self.max_model_len,
         )
-        runner = ModelRunner(
-            self.model, kv, build_buffers(self.config, self.max_model_len), vocab_limit=self.vocab_limit,
-            eos_ids=self.eos_ids,
+        runner = build_runner(
+            self.config, self.model, kv, self.max_model_len, vocab_limit=self.vocab_limit, eos_ids=self.eos_ids
         )
         if spec.method == "model_free":
             drafter = ModelFreeDrafter(spec, sorted(self.eos_ids))
@@ -245,10 +243,21 @@ class RolloutEngine:
                 "memory": {
                     "weights": self.model.weights.bytes,
                     "kv": core.runner.kv.bytes,
-                    "buffers": core.runner.buffers.bytes,
+                    "buffers": core.runner.buffer_bytes,
                     "drafter": 0 if core.drafter is None else core.drafter.memory_bytes(),
                 },
+                "graphs": core.runner.graph_report(),
             }
+
+    def capture_graphs(self) -> None:
+        """Capture the CUDA graphs of all sizes now instead of each at its first use, as far as graph_bytes goes."""
+        with self._lock:
+            self._core.runner.capture_graphs()
+
+    def release_graphs(self) -> None:
+        """Give the memory of the CUDA graphs back, say to a trainer on the same device. They return at first use."""
+        with self._lock:
+            self._core.runner.release_graphs()
 
     def check_integrity(self) -> None:
         """Assert the engine's own invariants; with nothing in flight no page may be in use."""

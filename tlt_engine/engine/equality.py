@@ -70,7 +70,7 @@ class Equality:
 
 
 def plain_logits(model: Transformer, token_ids: Seq[int]) -> Tensor:
-    """fp32 [V]: the unmodified logits after token_ids, from one causal pass with KV of its own."""
+    """fp32 [V] on the CPU: the unmodified logits after token_ids, from one causal pass with KV of its own."""
     n = len(token_ids)
     kv = model.new_kv(1, n)
     device = model.device
@@ -84,7 +84,7 @@ def plain_logits(model: Transformer, token_ids: Seq[int]) -> Tensor:
         causal=torch.ones(1, dtype=torch.uint8, device=device), logit_rows=torch.tensor([n - 1], device=device),
     )
     with torch.inference_mode():
-        return model.forward(step, kv).logits[0].float()
+        return model.forward(step, kv).logits[0].float().cpu()
 
 
 def compare_runs(

@@ -1,9 +1,13 @@
-"""One target pass: pack, forward, sample, walk, commit KV. Knows models and ops; knows no stops and no outputs."""
+"""One target pass: pack, forward, sample, walk, commit KV. Knows models and ops; knows no stops and no outputs.
+
+ModelRunner does it step by step, on whatever device the packed step is on; device.DeviceRunner is the GPU's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +28,7 @@ from tlt_engine.engine.sample import Sample
 from tlt_engine.kvcache.storage import KVStorage
 from tlt_engine.models import Transformer
 from tlt_engine.outputs import Logprob
-from tlt_engine.scheduler.sequence import Batch, Chunk
+from tlt_engine.scheduler.sequence import Batch, Chunk, Sequence
 from tlt_engine.speculation.tree import DraftTree
 
 
@@ -45,30 +49,73 @@ class StepResult:
     prompt_logits: list[tuple[Chunk, Tensor]]  # logits [count, V] of the chunks that asked
 
 
+class Flight(Protocol):
+    """A pass that has been launched."""
+
+    def result(self) -> StepResult:
+        """Waits for the pass. Called once, before the launch after the next one."""
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A pass that was over when its launch returned."""
+
+    landed: StepResult
+
+    def result(self) -> StepResult:
+        return self.landed
+
+
 class ModelRunner:
     def __init__(
-        self, model: Transformer, kv: KVStorage, buffers: StepBuffers, *, vocab_limit: int | None, eos_ids: frozenset[int]
+        self, model: Transformer, kv: KVStorage, buffers: StepBuffers, *, vocab_limit: int | None,
+        eos_ids: frozenset[int],
     ) -> None:
         self.model, self.kv, self.buffers = model, kv, buffers
         self.vocab_limit, self.eos_ids = vocab_limit, eos_ids
         self.page_size = kv.page_size
 
+    @property
+    def buffer_bytes(self) -> int:
+        return self.buffers.bytes
+
+    def launch(self, batch: Batch, trees: Seq[DraftTree], samples: Seq[Sample]) -> Flight:
+        """trees[i] and samples[i] belong to batch.decodes[i]."""
+        return Landed(self.run(batch, trees, samples))
+
+    def launch_ahead(self, flight: Flight, sequences: Seq[Sequence]) -> Flight | None:
+        """The plain step after `flight`, which may still be running, for the same sequences in the same order, each
+        with a page for one more slot. None where the step cannot be launched without the tokens of `flight`."""
+        return None
+
+    def capture_graphs(self) -> None:
+        """Nothing to capture here: CUDA graphs are DeviceRunner's."""
+
+    def release_graphs(self) -> None:
+        """Nor to give back."""
+
+    def graph_report(self) -> dict[str, Any] | None:
+        return None
+
     @torch.inference_mode()
     def run(self, batch: Batch, trees: Seq[DraftTree], samples: Seq[Sample]) -> StepResult:
-        """trees[i] and samples[i] belong to batch.decodes[i]."""
         if batch.copies:
             source, destination = zip(*batch.copies)
             copy_pages(self.kv.data, torch.tensor(source), torch.tensor(destination))
         packed = pack_step(batch, trees, self.buffers, self.page_size)
         logits = self.model.forward(packed.inputs, self.kv).logits
-        emitted = self._verify(packed, logits[: packed.decode_rows], trees, samples) if trees else []
+        emitted: list[Emitted] = []
+        if trees:
+            ids = noise_ids([s.seq for s in samples], packed)
+            params = row_params(samples, packed, self.eos_ids, self.model.config.vocab_size)
+            emitted = self.verify(packed, logits[: packed.decode_rows], ids, params, trees, samples)
         return StepResult(emitted, [(chunk, logits[rows]) for chunk, rows in packed.prompt_rows])
 
-    def _verify(
-        self, packed: PackedStep, logits: Tensor, trees: Seq[DraftTree], samples: Seq[Sample]
+    def verify(
+        self, packed: PackedStep, logits: Tensor, ids: NoiseIds, params: RowParams, trees: Seq[DraftTree],
+        samples: Seq[Sample],
     ) -> list[Emitted]:
-        ids = noise_ids([s.seq for s in samples], packed)
-        params = row_params(samples, packed, self.eos_ids, self.model.config.vocab_size)
+        """Draw, walk and commit for any kind of request, all tensors on one device; waits for it."""
         want_raw = any(s.request.params.raw_logprobs for s in samples)
         starts = np.cumsum(packed.nodes) - packed.nodes
         unmodified = self._apply_processors(samples, starts, logits)
@@ -95,7 +142,7 @@ class ModelRunner:
             if s.forced is not None:
                 done = len(s.output.token_ids)
                 given = s.forced[done : done + len(tree)]
-                tokens[start : start + len(given)] = torch.tensor(given)
+                tokens[start : start + len(given)] = torch.tensor(given, device=tokens.device)
         return sample(logits, ids, params, vocab_limit=self.vocab_limit, forced=tokens, want_raw=want_raw)
 
     def _apply_processors(self, samples: Seq[Sample], starts: np.ndarray, logits: Tensor) -> dict[int, Tensor]:
@@ -106,14 +153,15 @@ class ModelRunner:
             processor = s.request.params.logits_processor
             if processor is not None and s.forced is None:
                 before[row] = logits[row].float().clone()
-                logits[row] = processor(tuple(s.output.token_ids), before[row].clone()).to(logits.dtype)
+                processed = processor(tuple(s.output.token_ids), before[row].cpu().clone())
+                logits[row] = processed.to(logits.device, logits.dtype)
         return before
 
     def _collect(
         self, packed: PackedStep, logits: Tensor, params: RowParams, samples: Seq[Sample], result: SampleResult,
         lens: list[int], paths: Tensor, tokens: Tensor,
     ) -> list[Emitted]:
-        starts = torch.from_numpy(np.cumsum(packed.nodes) - packed.nodes)
+        starts = torch.from_numpy(np.cumsum(packed.nodes) - packed.nodes).to(paths.device)
         rows = paths.long().clamp_min(0) + starts[:, None]
         logprobs = result.logprobs[rows].tolist()
         raw = result.raw_logprobs[rows].tolist() if result.raw_logprobs is not None else None
@@ -156,8 +204,9 @@ def top_logprobs(
 def prompt_logprobs(logits: Tensor, targets: Seq[int], count: int) -> list[dict[int, Logprob]]:
     """Log-probabilities of the prompt's own tokens: of the unmodified logits [n, V] at temperature 1, as in vLLM."""
     normal = torch.log_softmax(logits.float(), dim=-1)
-    values = normal[torch.arange(len(targets)), torch.tensor(targets)].tolist()
-    ranks = ((normal > torch.tensor(values)[:, None]).sum(dim=-1) + 1).tolist()
+    chosen = normal.gather(1, torch.tensor(targets, device=normal.device)[:, None])
+    values = chosen[:, 0].tolist()
+    ranks = ((normal > chosen).sum(dim=-1) + 1).tolist()
     if count == 0:
         return [{t: Logprob(lp, rank)} for t, lp, rank in zip(targets, values, ranks)]
     return top_logprobs(normal, targets, values, count)

@@ -72,10 +72,12 @@ class GraphCache:
             return None
         return key
 
-    def get(self, key: GraphKey, rows: int) -> Graph | None:
+    def get(self, key: GraphKey, rows: int, *, capture: bool = True) -> Graph | None:
         """The graph of `key` for a step of `rows` rows, captured if it is not there. None: there is no memory for it,
-        now and until `release`; the step runs eagerly."""
+        now and until `release`; the step runs eagerly. capture=False: None, uncounted, if it is not there."""
         graph = self._kept.get(key)
+        if graph is None and not capture:
+            return None
         if graph is None:
             graph = self._add(key)
         if graph is None:

@@ -9,7 +9,7 @@ therefore always gets on, and everyone behind it in turn.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tlt_engine.config import refuse
@@ -205,6 +205,17 @@ class Scheduler:
         if len(seq.pages) > needed:
             self.pool.release_all(seq.pages[needed:])
             del seq.pages[needed:]
+
+    def look_ahead(self, seqs: Iterable[Sequence]) -> bool:
+        """A slot behind the root of each running sequence, for a step that is launched before the one in front of it is
+        committed. Takes nobody's pages: False when the pool has none left."""
+        for seq in seqs:
+            if seq.kv_len + 2 > len(seq.pages) * self.page_size:
+                page = self.pool.allocate(1)
+                if page is None:
+                    return False
+                seq.pages += page
+        return True
 
     # ---- how ----
 

@@ -1,0 +1,380 @@
+"""The target pass on the GPU: one copy in, a graph or an eager pass, the draw, one copy out.
+
+Knows packed steps, addresses and streams; knows no stops and no outputs. Nothing waits for the device but
+`DeviceFlight.result`, which reads what was emitted, and requests that need the host in the middle of a pass (logits
+processors, top log-probabilities, scoring).
+
+A plain step can be launched before the step in front of it has been read: the device turns the tokens it drew itself
+into the next inputs (`launch_ahead`). The host then handles stops and outputs while the GPU is already on the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from tlt_kernels import NoiseIds, PackedTrees, RowParams, SampleResult, Walk, copy_pages, cuda
+from torch import Tensor
+
+from tlt_engine.engine.packing import PackedStep, StepBuffers, noise_ids, pack_step, row_params
+from tlt_engine.engine.runner import Emitted, Flight, Landed, ModelRunner, StepResult, top_logprobs
+from tlt_engine.engine.sample import Sample
+from tlt_engine.engine.staging import Frame, Results, Sections, Staging, section_bytes
+from tlt_engine.graphs.buckets import Buckets, GraphKey
+from tlt_engine.graphs.cache import Graph, GraphCache
+from tlt_engine.graphs.capture import CapturedGraph, Capturer
+from tlt_engine.kvcache.storage import KVStorage
+from tlt_engine.models import Transformer
+from tlt_engine.models.cuda_pass import CudaPass
+from tlt_engine.scheduler.sequence import Batch, Chunk, Sequence
+from tlt_engine.speculation.tree import DraftTree
+from tlt_engine.types import MAX_NODES, StepInputs
+
+I64, I32, F32, U8 = torch.int64, torch.int32, torch.float32, torch.uint8
+PARAM_SLACK = 1 << 20  # bytes a step for filters, biases and short histories, beside the inputs of the largest step
+
+
+def frame_sections(requests: int, rows: int, decode_rows: int, pages: int) -> Sections:
+    """The inputs of a pass and of the draw after it. depths, parents: of the draft trees; draws: position of the token
+    drawn at a row."""
+    return {
+        "token_ids": ((rows,), I64), "positions": ((rows,), I64), "slots": ((rows,), I64),
+        "ancestors": ((rows, 2), I64), "prefix_lens": ((requests,), I32), "node_indptr": ((requests + 1,), I32),
+        "causal": ((requests,), U8), "keys": ((decode_rows,), I64), "draws": ((decode_rows,), I64),
+        "samples": ((decode_rows,), I64), "segments": ((decode_rows,), I64), "temperature": ((decode_rows,), F32),
+        "parents": ((decode_rows,), I32), "depths": ((decode_rows,), I32), "page_table": ((requests, pages), I32),
+    }
+
+
+def result_sections(requests: int, rows: int, steps: int) -> Sections:
+    return {
+        "accept_lens": ((requests,), I32), "paths": ((requests, steps), I32), "tokens": ((requests, steps), I64),
+        "logprobs": ((rows,), F32), "raw": ((rows,), F32), "drawn": ((rows,), I64),
+    }
+
+
+def sections_bytes(sections: Sections) -> int:
+    return sum(section_bytes(*section) for section in sections.values())
+
+
+class Layout:
+    """Where the arrays of a step of one size lie. Rows beyond the step's own belong to nobody: their K and V go to
+    `dummy_page`, which no request holds."""
+
+    def __init__(self, frame: Frame, page_size: int, dummy_page: int) -> None:
+        self.frame = frame
+        d = frame.device
+        self.inputs = StepInputs(
+            d["token_ids"], d["positions"], d["slots"], d["page_table"], d["prefix_lens"], d["node_indptr"],
+            d["ancestors"], d["causal"], logit_rows=d["positions"],  # as many as rows: all of them
+        )
+        rows = len(d["token_ids"])
+        self._pad_slots = dummy_page * page_size + np.arange(rows) % page_size
+
+    def clear(self) -> None:
+        """A step of padding alone."""
+        self._pad(0, 0, 0)
+
+    def fill(self, packed: PackedStep, ids: NoiseIds, temperature: Tensor) -> None:
+        host, step = self.frame.host, packed.inputs
+        requests, rows, drawn = len(step.prefix_lens), len(step.token_ids), packed.decode_rows
+        for name in ("token_ids", "positions", "slots", "ancestors"):
+            host[name][:rows] = getattr(step, name).numpy()
+        for name in ("page_table", "prefix_lens", "causal"):
+            host[name][:requests] = getattr(step, name).numpy()
+        host["node_indptr"][: requests + 1] = step.node_indptr.numpy()
+        for name in ("keys", "samples", "segments"):
+            host[name][:drawn] = getattr(ids, name).numpy()
+        host["draws"][:drawn] = ids.positions.numpy()
+        host["temperature"][:drawn] = temperature.numpy()
+        host["parents"][:drawn], host["depths"][:drawn] = packed.trees.parents.numpy(), packed.trees.depths.numpy()
+        self._pad(requests, rows, drawn)
+
+    def _pad(self, requests: int, rows: int, drawn: int) -> None:
+        host = self.frame.host
+        for name in ("token_ids", "positions", "ancestors"):
+            host[name][rows:] = 0
+        host["slots"][rows:] = self._pad_slots[rows:]
+        for name in ("page_table", "prefix_lens", "causal"):
+            host[name][requests:] = 0
+        host["node_indptr"][requests:] = rows
+        for name in ("keys", "samples", "segments", "draws", "temperature", "parents", "depths"):
+            host[name][drawn:] = 0
+
+    def view(self, packed: PackedStep) -> PackedStep:
+        """The step's own rows on the device, padding left out."""
+        d, requests, drawn = self.frame.device, len(packed.nodes), packed.decode_rows
+        trees = PackedTrees(
+            d["token_ids"][:drawn], d["parents"][:drawn], d["depths"][:drawn], d["ancestors"][:drawn],
+            d["node_indptr"][: requests + 1],
+        )
+        inputs = replace(
+            self.inputs, page_table=d["page_table"][:requests], prefix_lens=d["prefix_lens"][:requests],
+            node_indptr=trees.node_indptr,
+        )
+        return PackedStep(inputs, trees, packed.nodes, packed.prompt_rows)
+
+    def noise_ids(self, rows: int) -> NoiseIds:
+        d = self.frame.device
+        return NoiseIds(d["keys"][:rows], d["draws"][:rows], d["samples"][:rows], d["segments"][:rows])
+
+
+@dataclass
+class _Draw:
+    """What the draw after a pass needs, and what a step ahead takes over. pages: each sequence's, as the device has
+    them."""
+
+    packed: PackedStep  # on the device
+    ids: NoiseIds
+    params: RowParams
+    steps: int  # columns of the walk: the deepest node's depth + 1
+    want_raw: bool
+    samples: Seq[Sample]
+    pages: list[list[int]]
+
+
+@dataclass
+class DeviceFlight:
+    """A launched pass whose results are on their way to `frame.host`."""
+
+    layout: Layout
+    key: GraphKey | None
+    draw: _Draw
+    frame: Frame
+    walk: Walk
+    done: torch.cuda.Event
+    prompt_logits: list[tuple[Chunk, Tensor]]
+    repeatable: bool
+
+    def result(self) -> StepResult:
+        self.done.synchronize()
+        host, draw = self.frame.host, self.draw
+        lens, tokens = host["accept_lens"].tolist(), host["tokens"].tolist()
+        starts = np.cumsum(draw.packed.nodes) - draw.packed.nodes
+        rows = np.maximum(host["paths"], 0) + starts[:, None]
+        logprobs = host["logprobs"][rows].tolist()
+        raw = host["raw"][rows].tolist() if draw.want_raw else None
+        emitted = []
+        for i, (sample, n) in enumerate(zip(draw.samples, lens)):
+            params = sample.request.params
+            top = top_logprobs(None, tokens[i][:n], logprobs[i][:n], 0) if params.logprobs is not None else None
+            keep_raw = raw[i][:n] if raw is not None and params.raw_logprobs else None
+            emitted.append(Emitted(tokens[i][:n], logprobs[i][:n], keep_raw, top))
+        return StepResult(emitted, self.prompt_logits)
+
+
+class DeviceRunner(ModelRunner):
+    """graph_bytes: budget of the captured graphs. buckets None: never capture. kv has one page more than the pool knows
+    of, its last: the dummy page."""
+
+    def __init__(
+        self, model: Transformer, kv: KVStorage, buffers: StepBuffers, *, vocab_limit: int | None,
+        eos_ids: frozenset[int], buckets: Buckets | None, graph_bytes: int,
+    ) -> None:
+        super().__init__(model, kv, buffers, vocab_limit=vocab_limit, eos_ids=eos_ids)
+        self.device = kv.data.device
+        largest = buckets.keys[0] if buckets is not None else None
+        rows = max(buffers.max_rows, largest.rows if largest else 0)
+        requests = max([buffers.max_requests] + [key.batch for key in (buckets.keys if buckets else ())])
+        self._pages = buffers.page_table.shape[1]
+        self._dummy_page = kv.num_pages - 1
+        self._staging = Staging(
+            sections_bytes(frame_sections(requests, rows, rows, self._pages)) + PARAM_SLACK, self.device
+        )
+        self._results = Results(sections_bytes(result_sections(requests, rows, MAX_NODES)), self.device)
+        self._pass = CudaPass(model, kv, max_rows=rows, max_batch=requests)
+        self._layouts: dict[GraphKey, Layout] = {}
+        self._graphs: GraphCache | None = None
+        if buckets is not None and largest is not None:
+            self._logits = torch.empty(
+                largest.rows, model.config.vocab_size, dtype=model.lm_head_dtype, device=self.device
+            )
+            self._capturer = Capturer(self.device)
+            self._graphs = GraphCache(buckets, self._capture, graph_bytes)
+        self._stream: torch.cuda.Stream | None = None
+        self._latest: DeviceFlight | None = None  # whose inputs are still what the device holds
+
+    @property
+    def buffer_bytes(self) -> int:
+        logits = self._logits.nbytes if self._graphs is not None else 0
+        return self.buffers.bytes + self._staging.bytes + self._results.bytes + self._pass.bytes + logits
+
+    # ---------------------------------------------------------------- a step
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, trees: Seq[DraftTree], samples: Seq[Sample]) -> Flight:
+        with torch.cuda.device(self.device):
+            return self._launch(batch, trees, samples)
+
+    def _launch(self, batch: Batch, trees: Seq[DraftTree], samples: Seq[Sample]) -> Flight:
+        self._follow_stream()
+        self._latest = None
+        packed = pack_step(batch, trees, self.buffers, self.page_size)
+        graph, key = self._graph_for(batch, packed)
+        layout = self._layout_of(key) if key is not None else self._layout(
+            len(packed.inputs.prefix_lens), len(packed.inputs.token_ids), packed.decode_rows
+        )
+        host_params = row_params(samples, packed, self.eos_ids, self.model.config.vocab_size) if trees else None
+        self._staging.begin(layout.frame)
+        layout.fill(
+            packed, noise_ids([s.seq for s in samples], packed),
+            host_params.temperature if host_params is not None else torch.empty(0),
+        )
+        params = None if host_params is None else self._put_params(host_params, layout)
+        inputs = self._logit_rows(layout.inputs, packed)
+        copies = [self._staging.put(torch.tensor(pages)) for pages in zip(*batch.copies)]
+        self._staging.flush()
+        if copies:
+            copy_pages(self.kv.data, *copies)
+        if graph is not None and key is not None:
+            graph.replay()
+            logits = self._logits[: key.rows]
+        else:
+            logits = self._pass.forward(inputs).logits
+        prompt_logits = [(chunk, logits[rows]) for chunk, rows in packed.prompt_rows]
+        if params is None:
+            return Landed(StepResult([], prompt_logits))
+        device_step = layout.view(packed)
+        ids, drawn_logits = layout.noise_ids(packed.decode_rows), logits[: packed.decode_rows]
+        if any(_needs_host(s) for s in samples):
+            emitted = self.verify(device_step, drawn_logits, ids, params, trees, samples)
+            return Landed(StepResult(emitted, prompt_logits))
+        plain = len(trees) == packed.decode_rows
+        repeatable = plain and graph is not None and params.bias_row is None and params.history_row is None
+        draw = _Draw(
+            device_step, ids, params, int(packed.trees.depths.max()) + 1,
+            any(s.request.params.raw_logprobs for s in samples), samples,
+            [list(s.seq.pages) for s in samples] if repeatable else [],
+        )
+        return self._draw(layout, key, draw, drawn_logits, prompt_logits, repeatable)
+
+    @torch.inference_mode()
+    def launch_ahead(self, flight: Flight, sequences: Seq[Sequence]) -> Flight | None:
+        if not isinstance(flight, DeviceFlight) or flight is not self._latest or not flight.repeatable:
+            return None
+        with torch.cuda.device(self.device):
+            self._follow_stream()
+            layout, draw, rows = flight.layout, flight.draw, len(sequences)
+            assert self._graphs is not None and flight.key is not None
+            graph = self._graphs.get(flight.key, rows, capture=False)
+            if graph is None:  # released in between
+                return None
+            self._refresh_pages(layout, draw, sequences)
+            d = layout.frame.device
+            cuda.advance(flight.walk, d["prefix_lens"][:rows], d["token_ids"][:rows])
+            cuda.step_inputs(
+                d["node_indptr"], d["depths"], d["prefix_lens"], d["page_table"], page=self.page_size,
+                pad_slot=self._dummy_page * self.page_size, positions=d["positions"], draws=d["draws"],
+                slots=d["slots"],
+            )
+            graph.replay()
+            return self._draw(layout, flight.key, draw, self._logits[:rows], [], True)
+
+    def _draw(
+        self, layout: Layout, key: GraphKey | None, draw: _Draw, logits: Tensor,
+        prompt_logits: list[tuple[Chunk, Tensor]], repeatable: bool,
+    ) -> DeviceFlight:
+        packed = draw.packed
+        frame = self._results.open(result_sections(len(packed.nodes), len(logits), draw.steps))
+        d = frame.device
+        drawn = SampleResult(d["drawn"], d["logprobs"], d["raw"] if draw.want_raw else None)
+        cuda.sample(logits, draw.ids, draw.params, vocab_limit=self.vocab_limit, out=drawn)
+        walk = Walk(d["accept_lens"], d["paths"], d["tokens"])
+        cuda.verify_tree(drawn.tokens, packed.trees, steps=draw.steps, out=walk)
+        if draw.steps > 1:  # a root's KV is where it belongs
+            cuda.commit_kv(self.kv.data, packed.inputs.page_table, packed.inputs.prefix_lens, walk)
+        done = self._results.fetch(frame)
+        self._latest = DeviceFlight(layout, key, draw, frame, walk, done, prompt_logits, repeatable)
+        return self._latest
+
+    # ---------------------------------------------------------------- inputs
+
+    def _follow_stream(self) -> None:
+        """Work goes to the caller's stream; buffers of the step before may still be in use on another one."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def _layout(self, requests: int, rows: int, decode_rows: int) -> Layout:
+        frame = self._staging.frame(frame_sections(requests, rows, decode_rows, self._pages))
+        return Layout(frame, self.page_size, self._dummy_page)
+
+    def _layout_of(self, key: GraphKey) -> Layout:
+        if key not in self._layouts:
+            self._layouts[key] = self._layout(key.batch, key.rows, key.rows)
+        return self._layouts[key]
+
+    def _put_params(self, params: RowParams, layout: Layout) -> RowParams:
+        d = layout.frame.device
+        moved: dict[str, Tensor] = {"temperature": d["temperature"][: len(params.temperature)]}
+        for f in fields(params):
+            value = getattr(params, f.name)
+            if value is not None and f.name not in moved:
+                moved[f.name] = self._staging.put(value)
+        return RowParams(**moved)
+
+    def _logit_rows(self, inputs: StepInputs, packed: PackedStep) -> StepInputs:
+        wanted = packed.inputs.logit_rows
+        if len(wanted) == len(packed.inputs.token_ids):
+            return inputs
+        return replace(inputs, logit_rows=self._staging.put(wanted))
+
+    def _refresh_pages(self, layout: Layout, draw: _Draw, sequences: Seq[Sequence]) -> None:
+        changed = [i for i, seq in enumerate(sequences) if seq.pages != draw.pages[i]]
+        if changed:
+            self._staging.wait()
+            table = layout.frame.host["page_table"]
+            for i in changed:
+                pages = draw.pages[i] = list(sequences[i].pages)
+                table[i, : len(pages)] = pages
+            self._staging.flush_section(layout.frame, "page_table")
+
+    # ---------------------------------------------------------------- graphs
+
+    def _graph_for(self, batch: Batch, packed: PackedStep) -> tuple[Graph | None, GraphKey | None]:
+        """The graph that serves the step, captured if need be; (None, None): it runs eagerly at its own size."""
+        if self._graphs is None:
+            return None, None
+        if batch.chunks:
+            self._graphs.count_eager("prefill")
+            return None, None
+        key = self._graphs.choose(len(batch.decodes), packed.decode_rows)
+        graph = None if key is None else self._graphs.get(key, packed.decode_rows)
+        return (graph, key) if graph is not None else (None, None)
+
+    def _capture(self, key: GraphKey) -> CapturedGraph:
+        """On a step of padding alone, so that running it any number of times touches nobody's KV."""
+        layout = self._layout_of(key)
+        self._latest = None
+        self._staging.begin(layout.frame)
+        layout.clear()
+        self._staging.flush()
+        logits = self._logits[: key.rows]
+        return self._capturer.capture(lambda: self._pass.forward(layout.inputs, logits_out=logits))
+
+    @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """All sizes up front, as far as the budget goes."""
+        if self._graphs is not None:
+            with torch.cuda.device(self.device):
+                self._follow_stream()
+                self._graphs.capture_all()
+
+    def release_graphs(self) -> None:
+        if self._graphs is not None:
+            torch.cuda.synchronize(self.device)
+            self._graphs.release()
+            torch.cuda.empty_cache()
+
+    def graph_report(self) -> dict[str, Any] | None:
+        return None if self._graphs is None else self._graphs.report()
+
+
+def _needs_host(sample: Sample) -> bool:
+    params = sample.request.params
+    wants_top = params.logprobs is not None and params.logprobs > 0
+    return sample.forced is not None or params.logits_processor is not None or wants_top
