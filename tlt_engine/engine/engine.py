@@ -18,7 +18,7 @@ from tlt_engine.config import EngineConfig, SamplingParams, refuse
 from tlt_engine.engine.build import build_kv, build_model, build_runner
 from tlt_engine.engine.core import EngineCore
 from tlt_engine.engine.intake import Intake
-from tlt_engine.engine.prompts import Prompt, as_prompt_list, check_ids, params_for_each
+from tlt_engine.engine.prompts import Prompt, as_list, as_prompt_list, check_ids, params_for_each
 from tlt_engine.engine.sample import Request, Sample
 from tlt_engine.engine.stops import Stop
 from tlt_engine.outputs import RequestOutput
@@ -32,12 +32,18 @@ class RolloutEngine:
     tokenizer: overrides the one found beside the model. drafter: required with SpeculationConfig(method="custom").
 
     Thread-safe: calls from several threads interleave step by step. Bad input raises ValueError before anything
-    changes, and leaves the engine and its other requests unharmed."""
+    changes, and leaves the engine and its other requests unharmed.
+
+    Engines built on one LoadedModel share its weights: an update through one of them, or through model.load_weights, is
+    noticed by the others at their next step and handled as if it were their own. It must not run while another thread
+    is inside a step of one of them."""
 
     def __init__(
         self, model: Any, config: EngineConfig | None = None, *, tokenizer: Any = None, drafter: Drafter | None = None
     ) -> None:
-        self.config = config or EngineConfig()
+        self.config = config if config is not None else EngineConfig()
+        if not isinstance(self.config, EngineConfig):
+            raise refuse("config", "an EngineConfig", type(config).__name__, "build one")
         spec = self.config.speculation
         if (spec.method == "custom") != (drafter is not None):
             raise refuse("drafter", "a Drafter exactly when SpeculationConfig.method is 'custom'", drafter,
@@ -65,10 +71,13 @@ class RolloutEngine:
         )
         self._lock = threading.RLock()
         self._requests: dict[str, Request] = {}  # unfinished
+        self._named = 0  # requests that were given a number for an id
+        self._stepping = False
         self._ready: list[Request] = []  # ended requests of add_request that step() has not returned yet
         self._finish_count = 0
         self._auditing = 0
         self._updates = 0
+        self._loads = self.model.weights.loads
         self._fingerprint = self.model.weights.fingerprint()
 
     def _find_vocab_limit(self) -> int | None:
@@ -102,6 +111,7 @@ class RolloutEngine:
         groups = _one_each("group_ids", group_ids, len(items))
         priors = _one_each("prior_output_ids", prior_output_ids, len(items))
         with self._lock:
+            self._refuse_inside_step("generate")
             requests = [
                 self._intake.request(
                     item, p, name=f"prompts[{i}]", group_id=group, prior=prior, speculate=speculate,
@@ -119,14 +129,15 @@ class RolloutEngine:
         """Continue paused outputs of this engine or another. Under unchanged weights the result is the uninterrupted
         stream; under other weights the segment rises, so the cut leaks nothing into what follows. Outputs without a
         paused sample come back as they are."""
-        listed = [outputs] if isinstance(outputs, RequestOutput) else list(outputs)
+        listed = [outputs] if isinstance(outputs, RequestOutput) else as_list(outputs, "outputs", "RequestOutputs")
         for i, output in enumerate(listed):
             if not isinstance(output, RequestOutput):
                 raise refuse(f"outputs[{i}]", "a RequestOutput of generate or resume", type(output).__name__, "pass it whole")
         with self._lock:
+            self._refuse_inside_step("resume")
             restored = [
                 None if o.state is None
-                else self._intake.restore(o.state, self._weights, speculate=speculate, token_quota=token_quota)
+                else self._intake.restore(o, o.state, self._weights, speculate=speculate, token_quota=token_quota)
                 for o in listed
             ]
             requests = [r for r in restored if r is not None]
@@ -138,13 +149,19 @@ class RolloutEngine:
         """Teacher-forced log-probabilities (nats) of output_ids after prompt_ids, one a token, through the same pass and
         the same processing as rollouts: of the processed distribution under `params` (default: temperature 1, no
         filters), -inf where a filter bars the token."""
+        params = params_for_each(params, 1)[0]
         with self._lock:
+            self._refuse_inside_step("score")
             given = tuple(check_ids(output_ids, self.model_config.vocab_size, "output_ids"))
             forced = replace(
-                params or SamplingParams(), n=1, max_tokens=len(given), min_tokens=0, stop=None, seed=0, logprobs=None,
+                params, n=1, max_tokens=len(given), min_tokens=0, stop=None, seed=0, logprobs=None,
                 prompt_logprobs=None, logits_processor=None, raw_logprobs=False,
             )
             request = self._intake.request(prompt_ids, forced, name="prompt_ids", forced=given)
+            room = request.samples[0].seq.room
+            if room < len(given):
+                raise refuse("output_ids", f"at most {room} tokens after this prompt (max_model_len {self.max_model_len})",
+                             len(given), "score a shorter output")
             self._queue([request], owned_by_call=True, fresh=False)
         output = self._run_to_end([request], use_tqdm=False)[0].outputs[0]
         if output.finish_reason != "length":
@@ -160,10 +177,12 @@ class RolloutEngine:
     ) -> str:
         """Queue one prompt; `step` returns its output once all its samples have ended. Returns the request's id."""
         with self._lock:
-            if request_id is not None and request_id in self._requests:
+            if request_id is not None and not isinstance(request_id, str):
+                raise refuse("request_id", "a string or None", request_id, "pass str(id)")
+            if request_id in self._requests:
                 raise refuse("request_id", "an id that is not in flight", request_id, "abort it first, or choose another")
             request = self._intake.request(
-                prompt, sampling_params or SamplingParams(), request_id=request_id, group_id=group_id,
+                prompt, params_for_each(sampling_params, 1)[0], request_id=request_id, group_id=group_id,
                 prior=prior_output_ids, speculate=speculate, token_quota=token_quota,
             )
             self._queue([request], owned_by_call=False)
@@ -172,6 +191,7 @@ class RolloutEngine:
     def step(self) -> list[RequestOutput]:
         """One target pass over everything that runs. Returns the requests of `add_request` that have ended."""
         with self._lock:
+            self._refuse_inside_step("step")
             self._step()
             ready, self._ready = self._ready, []
             return [request.to_output(self._weights) for request in ready]
@@ -179,8 +199,9 @@ class RolloutEngine:
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests now with finish_reason "abort" and return what they have. Ids that are not in flight are ignored:
         a request may just have ended."""
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        ids = [request_ids] if isinstance(request_ids, str) else as_list(request_ids, "request_ids", "an id or several")
         with self._lock:
+            self._refuse_inside_step("abort")
             requests = [r for i in ids if (r := self._requests.get(i)) is not None]
             for request in requests:
                 self._abort(request)
@@ -212,18 +233,9 @@ class RolloutEngine:
         anything changes. Requests in flight keep their tokens, have their KV recomputed under the new weights, and go on
         in a new noise segment. weight_version labels later tokens; default: a count."""
         with self._lock:
-            self.model.load_weights(dict(weights))
-            core = self._core
-            core.version = str(weight_version) if weight_version is not None else _count_up(core.version)
-            self._updates += 1
-            self._fingerprint = self.model.weights.fingerprint()
-            core.scheduler.set_version(self._updates)
-            core.scheduler.recompute_all()
-            for sample in list(core.samples.values()):
-                if sample.internal:
-                    core.end(sample, Stop("abort", "the weights changed meanwhile"))
-                elif sample.output.token_ids:
-                    sample.seq.segment += 1
+            self._refuse_inside_step("update_weights")
+            self.model.load_weights(_named_tensors(weights))
+            self._take_new_weights(weight_version)
 
     def reset_prefix_cache(self) -> None:
         with self._lock:
@@ -273,7 +285,10 @@ class RolloutEngine:
         """fp32 [V]: the target's unmodified logits after token_ids, in one plain pass outside the KV pool. For checks."""
         from tlt_engine.engine.equality import plain_logits
 
-        return plain_logits(self.model, check_ids(token_ids, self.model_config.vocab_size, "token_ids"))
+        ids = check_ids(token_ids, self.model_config.vocab_size, "token_ids")
+        if len(ids) > (limit := self.model.max_model_len):
+            raise refuse("token_ids", f"at most max_model_len = {limit} ids", len(ids), "shorten them")
+        return plain_logits(self.model, ids)
 
     # ---------------------------------------------------------------- inside
 
@@ -281,6 +296,7 @@ class RolloutEngine:
         if fresh:
             self._intake.separate_equal_entries(requests, self._weights)
         for request in requests:
+            request.request_id = self._free_id(request.request_id)
             request.owned_by_call = owned_by_call
             running = [sample for sample in request.samples if not sample.ended]
             request.unfinished = len(running)
@@ -288,12 +304,54 @@ class RolloutEngine:
             for sample in running:
                 self._core.add(sample)
 
+    def _free_id(self, wanted: str) -> str:
+        """`wanted`, or the next number if that is empty or in flight."""
+        while not wanted or wanted in self._requests:
+            self._named += 1
+            wanted = str(self._named)
+        return wanted
+
+    def _in_flight(self, request: Request) -> bool:
+        """Not by the id alone: once a request has ended, its id may be another's."""
+        return self._requests.get(request.request_id) is request
+
+    def _refuse_inside_step(self, method: str) -> None:
+        """A logits processor or a drafter runs in the middle of a step, whose work would be overtaken. Other threads
+        wait for the step's end at the lock and never see this."""
+        if self._stepping:
+            raise RuntimeError(
+                f"{method}: expected a call between steps, got one from a callback inside a step; make it after step() "
+                "or generate() has returned, or from another thread"
+            )
+
     def _step(self) -> None:
-        if not self._core.step() and self._core.samples:
+        if self.model.weights.loads != self._loads:  # by another engine on this LoadedModel, or by the caller
+            self._take_new_weights(None)
+        self._stepping = True
+        try:
+            ran = self._core.step()
+        finally:
+            self._stepping = False
+        if not ran and self._core.samples:
             raise RuntimeError(
                 f"the scheduler ran nothing with {len(self._core.samples)} unfinished samples "
                 f"({self.num_running} holding pages, {self._pool.free} of {self._pool.total} pages free)"
             )
+
+    def _take_new_weights(self, weight_version: str | int | None) -> None:
+        """The target's weights have changed: what was computed under the old ones is not used again."""
+        core = self._core
+        core.version = str(weight_version) if weight_version is not None else _count_up(core.version)
+        self._updates += 1
+        self._loads = self.model.weights.loads
+        self._fingerprint = self.model.weights.fingerprint()
+        core.scheduler.set_version(self._updates)
+        core.scheduler.recompute_all()
+        for sample in list(core.samples.values()):
+            if sample.internal:
+                core.end(sample, Stop("abort", "the weights changed meanwhile"))
+            elif sample.output.token_ids:
+                sample.seq.segment += 1
 
     def _on_end(self, sample: Sample) -> None:
         out, params = sample.output, sample.request.params
@@ -316,8 +374,10 @@ class RolloutEngine:
                 self._core.add(self._intake.audit(sample))
         request = sample.request
         request.unfinished -= 1
-        if not request.unfinished and self._requests.pop(request.request_id, None) is request and not request.owned_by_call:
-            self._ready.append(request)
+        if not request.unfinished and self._in_flight(request):
+            del self._requests[request.request_id]
+            if not request.owned_by_call:
+                self._ready.append(request)
 
     def _audited(self, sample: Sample) -> bool:
         share = self.config.speculation.audit
@@ -328,7 +388,8 @@ class RolloutEngine:
         return random.Random(sample.seq.key ^ sample.seq.sample).random() < share
 
     def _abort(self, request: Request) -> None:
-        self._requests.pop(request.request_id, None)
+        if self._in_flight(request):
+            del self._requests[request.request_id]
         for sample in request.samples:
             if not sample.ended:
                 self._core.end(sample, Stop("abort"))
@@ -338,7 +399,7 @@ class RolloutEngine:
         try:
             while True:
                 with self._lock:
-                    if not any(r.request_id in self._requests for r in requests) and not self._auditing:
+                    if not any(self._in_flight(r) for r in requests) and not self._auditing:
                         return [r.to_output(self._weights) for r in requests]
                     self._step()
                 if bar is not None:
@@ -360,9 +421,18 @@ class RolloutEngine:
 def _one_each(name: str, given: Seq[Any] | None, count: int) -> Seq[Any]:
     if given is None:
         return [None] * count
+    given = as_list(given, name, f"one entry a prompt ({count})")
     if len(given) != count:
         raise refuse(name, f"one entry a prompt ({count})", len(given), "match the lengths")
     return given
+
+
+def _named_tensors(weights: Any) -> dict[str, Any]:
+    try:
+        return dict(weights)
+    except (TypeError, ValueError) as error:
+        raise refuse("weights", "a mapping or pairs of (Hugging Face name, tensor)", type(weights).__name__,
+                     f"{error}") from error
 
 
 def _count_up(version: str) -> str:

@@ -16,7 +16,7 @@ from tlt_engine.config import SamplingParams, refuse
 from tlt_engine.engine.prompts import Prompt, check_ids, tokenize_prompt
 from tlt_engine.engine.sample import Request, Sample
 from tlt_engine.engine.text import IncrementalText
-from tlt_engine.outputs import CompletionOutput, ResumeState, SampleState
+from tlt_engine.outputs import CompletionOutput, RequestOutput, ResumeState, SampleState
 from tlt_engine.rng import KeyStream, noise_key
 from tlt_engine.scheduler.sequence import Sequence
 
@@ -32,7 +32,6 @@ class Intake:
         self._keys = KeyStream(seed)
         self._can_fit = can_fit
         self._next_seq = 0
-        self._next_request = 0
         self._seen: OrderedDict[tuple[int, int], str] = OrderedDict()
         self._warned: set[str] = set()
 
@@ -45,14 +44,12 @@ class Intake:
             raise refuse("sampling_params", "a SamplingParams", type(params).__name__, "build one")
         text, ids = tokenize_prompt(prompt, self._tokenizer, self._vocab_size, name)
         prior_ids = check_ids(prior or (), self._vocab_size, "prior_output_ids", allow_empty=True)
-        params.check_vocabulary(self._vocab_size)
-        if params.stop and self._tokenizer is None:
-            raise refuse("stop", "stop_token_ids (this engine has no tokenizer)", params.stop, "pass tokenizer= to RolloutEngine")
+        self._check_params(params)
         max_len = self._max_len(ids, prior_ids, params, name)
         self._warn_once_about(params)
         key = self._keys.next() if params.seed is None else noise_key(params.seed, ids + prior_ids)
         group = group_id if group_id is not None else blake2b(repr(ids).encode(), digest_size=16).hexdigest()
-        request = Request(request_id or self._request_id(), group, text, ids, len(prior_ids), params)
+        request = Request(request_id or "", group, text, ids, len(prior_ids), params)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(ids)
         for index in range(1 if forced is not None else params.n):
@@ -67,25 +64,33 @@ class Intake:
             request.samples.append(sample)
         return request
 
+    def _check_params(self, params: SamplingParams) -> None:
+        params.check_vocabulary(self._vocab_size)
+        if params.stop and self._tokenizer is None:
+            raise refuse("stop", "stop_token_ids (this engine has no tokenizer)", params.stop,
+                         "pass tokenizer= to RolloutEngine")
+
     def _max_len(self, ids: list[int], prior: list[int], params: SamplingParams, name: str) -> int:
         """Where the sequence must end; refuses what can never run."""
         limit = self._max_model_len
         max_len = limit if params.max_tokens is None else min(len(ids) + params.max_tokens, limit)
         have = len(ids) + len(prior)
         if len(ids) >= limit:
-            raise refuse(name, f"at most {limit - 1} tokens (max_model_len {limit}, one for the output)", len(ids), "shorten it")
+            bound = f"at most {limit - 1} tokens (max_model_len {limit}, one for the output)"
+            raise refuse(name, bound, len(ids), "shorten it")
         if have >= max_len:
             bound = f"max_tokens {params.max_tokens}, max_model_len {limit}"
-            raise refuse("prior_output_ids", f"fewer than {max_len - len(ids)} tokens, so that one can follow ({bound})",
-                         len(prior), "raise max_tokens, or take the response as finished")
+            bound = f"fewer than {max_len - len(ids)} tokens, so that one can follow ({bound})"
+            raise refuse("prior_output_ids", bound, len(prior), "raise max_tokens, or take the response as finished")
         if not self._can_fit(max_len):
-            raise refuse(name, "a sequence that fits the KV pool alone", f"{max_len} tokens (prompt {len(ids)} + output)",
+            raise refuse(name, "a sequence that fits the KV pool alone",
+                         f"{max_len} tokens (prompt {len(ids)} + output)",
                          "lower max_tokens, or raise EngineConfig.num_pages or kv_cache_bytes")
         return max_len
 
     def separate_equal_entries(self, requests: Seq[Request], weights: str) -> None:
-        """Entries of one call with equal prompt and explicit seed get successive sample indices where theirs are taken, so
-        that they are different samples; warns about that, and about noise frozen across weights."""
+        """Entries of one call with equal prompt and explicit seed get successive sample indices where theirs are
+        taken, so that they are different samples; warns about that, and about noise frozen across weights."""
         taken: dict[int, set[int]] = {}
         for request in requests:
             if request.params.seed is None:
@@ -111,18 +116,23 @@ class Intake:
             self._warn(
                 "frozen-noise",
                 "the same (prompt, seed, sample) was drawn under other weights before: noise frozen across policy "
-                "updates correlates the rollouts of different steps and can stall GRPO; use rng.derive_seed(run, step, prompt)",
+                "updates correlates the rollouts of different steps and can stall GRPO; use "
+                "rng.derive_seed(run, step, prompt)",
             )
         self._seen[identity] = weights
         self._seen.move_to_end(identity)
         if len(self._seen) > REMEMBERED_IDENTITIES:
             self._seen.popitem(last=False)
 
-    def restore(self, state: ResumeState, weights: str, *, speculate: bool, token_quota: int | None) -> Request:
+    def restore(
+        self, output: RequestOutput, state: ResumeState, weights: str, *, speculate: bool, token_quota: int | None
+    ) -> Request:
         """A paused request, ready to be queued: its ended samples as they were, its paused ones to go on."""
         check_ids(state.prompt_token_ids, self._vocab_size, "state.prompt_token_ids")
+        self._check_params(state.params)
         request = Request(
-            self._request_id(), state.group_id, state.prompt, list(state.prompt_token_ids), state.prior_len, state.params
+            state.request_id, state.group_id, state.prompt, list(state.prompt_token_ids), state.prior_len, state.params,
+            prompt_logprobs=output.prompt_logprobs,
         )
         max_len = self._max_len(request.prompt_ids, [], state.params, "state.prompt_token_ids")
         for saved in state.samples:
@@ -133,6 +143,10 @@ class Intake:
         self, request: Request, saved: SampleState, max_len: int, weights: str, speculate: bool, token_quota: int | None
     ) -> Sample:
         paused = saved.output.finish_reason == "paused"
+        check_ids(saved.token_ids, self._vocab_size, "state.token_ids")
+        if paused and len(saved.token_ids) >= max_len:
+            bound = f"fewer than {max_len} tokens, so that one can follow (max_model_len {self._max_model_len})"
+            raise refuse("state.token_ids", bound, len(saved.token_ids), "raise max_model_len")
         segment = saved.noise.segment + (paused and saved.weights != weights)
         seq = Sequence(
             self._seq_id(), request.group, request.params, list(saved.token_ids), len(request.prompt_ids), max_len,
@@ -157,8 +171,8 @@ class Intake:
         """A sample with the same identity that starts over from the prompt and never speculates."""
         seq = sample.seq
         again = Sequence(
-            self._seq_id(), seq.group, seq.params, seq.token_ids[: sample.new_start], seq.prompt_len, seq.max_len, seq.key,
-            seq.sample, segment=seq.segment, speculate=False,
+            self._seq_id(), seq.group, seq.params, seq.token_ids[: sample.new_start], seq.prompt_len, seq.max_len,
+            seq.key, seq.sample, segment=seq.segment, speculate=False,
         )
         shadow = Sample(sample.request, again, _new_output(sample.output.index, seq.params), audit_of=sample)
         shadow.text = self._text(shadow)
@@ -180,12 +194,13 @@ class Intake:
         if params.temperature >= 1e-5 and (params.top_k or params.top_p < 1 or params.min_p > 0):
             self._warn(
                 "filters",
-                "top_k / top_p / min_p renormalise the returned log-probabilities over the kept tokens: a ratio against a "
-                "trainer's full softmax is off by the kept mass; use 0 / 1 / 0 for RL, or ask for raw_logprobs",
+                "top_k / top_p / min_p renormalise the returned log-probabilities over the kept tokens: a ratio "
+                "against a trainer's full softmax is off by the kept mass; use 0 / 1 / 0 for RL, or ask for raw_logprobs",
             )
         if params.logits_processor is not None:
             self._warn(
-                "processor", "requests with a logits_processor decode without speculation, with a host call for each token"
+                "processor",
+                "requests with a logits_processor decode without speculation, with a host call for each token",
             )
 
     def _warn(self, kind: str, message: str) -> None:
@@ -196,10 +211,6 @@ class Intake:
     def _seq_id(self) -> int:
         self._next_seq += 1
         return self._next_seq
-
-    def _request_id(self) -> str:
-        self._next_request += 1
-        return str(self._next_request)
 
 
 def _new_output(index: int, params: SamplingParams) -> CompletionOutput:
@@ -213,5 +224,6 @@ def _quota_end(seq: Sequence, token_quota: int | None) -> int | None:
     if token_quota is None:
         return None
     if isinstance(token_quota, bool) or not hasattr(token_quota, "__index__") or token_quota < 1:
-        raise refuse("token_quota", "an integer >= 1 (new tokens a sample in this call)", token_quota, "pass None for no cut")
+        expected = "an integer >= 1 (new tokens a sample in this call)"
+        raise refuse("token_quota", expected, token_quota, "pass None for no cut")
     return len(seq.token_ids) + int(token_quota)

@@ -53,7 +53,9 @@ class Sample:
         """Index in seq.token_ids of the first token of this output (after the prompt and prior_output_ids)."""
         return self.seq.prompt_len + self.request.prior_len
 
-    def append(self, token: int, logprob: float, raw: float | None, top: dict[int, Logprob] | None, version: str) -> None:
+    def append(
+        self, token: int, logprob: float, raw: float | None, top: dict[int, Logprob] | None, version: str
+    ) -> None:
         self.seq.token_ids.append(token)
         out = self.output
         out.token_ids.append(token)
@@ -72,7 +74,8 @@ class Sample:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its n samples. prior_len: how many ids of `prior_output_ids` follow the prompt in each sequence."""
+    """A prompt and its n samples. request_id: "" until the engine has given it one. prior_len: how many ids of
+    `prior_output_ids` follow the prompt in each sequence."""
 
     request_id: str
     group: str

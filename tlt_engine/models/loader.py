@@ -50,6 +50,9 @@ def load_model(
         from tlt_engine.models.gguf import demo_model
 
         source = demo_model()
+    if not isinstance(source, (str, Path)):
+        raise refuse("model", "a Hugging Face folder, 'demo', a transformers model or a LoadedModel",
+                     type(source).__name__, "pass one of these")
     return _load(_Folder(Path(source)), dtype, device, lm_head_dtype, max_model_len)
 
 

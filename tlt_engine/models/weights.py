@@ -71,6 +71,7 @@ class Weights:
         copied = lm_head_dtype is not None and lm_head_dtype != dtype
         self.head = self._head_master.to(lm_head_dtype) if copied else self._head_master
         self._views = dict(self._name_views())
+        self.loads = 0  # rises with every change of values, so that whoever computed with them can tell
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._views.items())
@@ -160,6 +161,7 @@ class Weights:
     @torch.no_grad()
     def copy(self, items: Iterable[tuple[str, Tensor]]) -> None:
         """Copies tensors that `check` has passed and refreshes the head's copy. For streams: call check first."""
+        self.loads += 1
         for name, value in items:
             view = self.embed if name == HEAD and self._config.tie_word_embeddings else self._views[name]
             view.copy_(value)
