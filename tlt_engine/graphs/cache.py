@@ -91,12 +91,11 @@ class GraphCache:
         return graph
 
     def capture_all(self) -> None:
-        """Every size, largest first, while the budget lasts."""
+        """Every size, largest first, up to the first that the budget has no room for: capturing on would throw out what
+        has just been captured."""
         for key in self.buckets.keys:
-            if self.bytes >= self.budget:
+            if key not in self._kept and key not in self._refused and self._add(key, evict=False) is None:
                 return
-            if key not in self._kept and key not in self._refused:
-                self._add(key)
 
     def release(self) -> None:
         """Drop all graphs, and give refused sizes another try: memory may be free again."""
@@ -104,7 +103,7 @@ class GraphCache:
             self._kept.pop(key).release()
         self._refused.clear()
 
-    def _add(self, key: GraphKey) -> Graph | None:
+    def _add(self, key: GraphKey, *, evict: bool = True) -> Graph | None:
         if key in self._refused:
             return None
         start = time.perf_counter()
@@ -118,6 +117,9 @@ class GraphCache:
         if graph.bytes > self.budget:
             graph.release()
             self._refuse(key, f"{graph.bytes} bytes, more than graph_bytes = {self.budget} allows")
+            return None
+        if not evict and self.bytes + graph.bytes > self.budget:
+            graph.release()
             return None
         counts = self._counts.setdefault(key, BucketCounts())
         counts.captures += 1

@@ -1,0 +1,293 @@
+"""The GPU's runner, played on the CPU (tests/engine/emulated.py): the tokens of the plain CPU runner, whatever runs
+ahead, is padded, captured, evicted or thrown away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.drafters import AdversarialDrafter, ReplayDrafter
+from tests.engine.emulated import BUCKETS, PlayedOps, emulation
+from tests.engine.engines import OFF, greedy, shared_hf, tiny_engine, tokens
+from tlt_engine import RolloutEngine, SamplingParams
+from tlt_engine.engine import build, device
+from tlt_engine.engine import engine as engine_module
+from tlt_engine.graphs.buckets import Buckets, GraphKey
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11] * 6, list(range(20, 45))]
+PLAIN = SamplingParams(temperature=0.9, max_tokens=40, n=2, seed=7, stop_token_ids=[3, 9])
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    with emulation():
+        yield
+
+
+@pytest.fixture
+def ahead(monkeypatch) -> list[int]:
+    """Requests in each step that was launched ahead."""
+    seen: list[int] = []
+    honest = device.DeviceRunner.launch_ahead
+
+    def counting(self, flight, sequences):
+        launched = honest(self, flight, sequences)
+        if launched is not None:
+            seen.append(len(sequences))
+        return launched
+
+    monkeypatch.setattr(device.DeviceRunner, "launch_ahead", counting)
+    return seen
+
+
+@contextmanager
+def cpu_runner() -> Iterator[None]:
+    """Engines built inside have the plain runner of the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "build_kv", build.build_kv)
+        patch.setattr(engine_module, "build_runner", build.build_runner)
+        yield
+
+
+def cpu(prompts: Any, params: Any, **config: Any) -> list[list[list[int]]]:
+    """The plain runner's tokens."""
+    with cpu_runner():
+        return tokens(tiny_engine(**config).generate(prompts, params))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_plain_decoding(eager, ahead):
+    engine = tiny_engine(enforce_eager=eager)
+    outputs = engine.generate(PROMPTS, PLAIN)
+    assert tokens(outputs) == cpu(PROMPTS, PLAIN)
+    engine.check_integrity()
+    report = engine.stats()["graphs"]
+    if eager:
+        assert not ahead and report is None
+    else:  # most steps are launched before the one in front of them is read, and run from graphs
+        assert len(ahead) > engine.stats()["steps"] // 2
+        assert sum(b["hits"] for b in report["buckets"].values()) > 0.8 * engine.stats()["steps"]
+        assert set(report["eager_steps"]) == {"prefill"}
+
+
+def test_samples_that_end_meanwhile_leave_no_trace():
+    lengths = range(2, 60, 7)
+    params = [SamplingParams(temperature=1.0, max_tokens=n, seed=n, stop_token_ids=[5, 6, 7, 8]) for n in lengths]
+    prompts = [[i, i + 1] for i in range(len(params))]
+    engine = tiny_engine(num_pages=60)
+    assert tokens(engine.generate(prompts, params)) == cpu(prompts, params)
+    engine.check_integrity()
+    again = tokens(engine.generate(prompts, params))  # on pages that were given back while a pass was in flight
+    assert again == cpu(prompts, params)
+
+
+def test_every_drafter():
+    expected = cpu(PROMPTS, PLAIN)
+    known = {tuple(p): dict(enumerate(samples)) for p, samples in zip(PROMPTS, expected)}
+    for drafter in (
+        ReplayDrafter(known, error_rate=0.2, depth=6), AdversarialDrafter(64, eos_ids=(3,)),
+        ReplayDrafter(known, error_rate=0.3, depth=5, shape="tree", width=3),
+    ):
+        engine = tiny_engine(drafter=drafter)
+        assert tokens(engine.generate(PROMPTS, PLAIN)) == expected
+        assert tokens(engine.generate(PROMPTS, PLAIN, speculate=False)) == expected
+        engine.check_integrity()
+    assert sum(b["hits"] for k, b in engine.stats()["graphs"]["buckets"].items() if not k.endswith("x1")) > 0
+
+
+def test_all_kinds_of_requests():
+    kinds: list[dict[str, Any]] = [
+        {"top_k": 5, "top_p": 0.8, "min_p": 0.02},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+        {"logit_bias": {4: 5.0, 5: float("-inf")}}, {"min_tokens": 20, "stop_token_ids": [1, 2, 3, 4, 5]},
+        {"allowed_token_ids": [1, 2, 3, 40, 41]}, {"logprobs": 3}, {"logprobs": 0, "raw_logprobs": True},
+        {"temperature": 0.0}, {"logits_processor": lambda ids, logits: logits.roll(len(ids))}, {"prompt_logprobs": 2},
+    ]
+    params = [SamplingParams(**{"seed": i, "max_tokens": 25, **kind}) for i, kind in enumerate(kinds)]
+    prompts = [[i, i + 1, i + 2] for i in range(len(kinds))]
+    engine = tiny_engine()
+    outputs = engine.generate(prompts, params)
+    alone = [tiny_engine().generate(prompt, p)[0] for prompt, p in zip(prompts, params)]
+    assert tokens(outputs) == cpu(prompts, params) == tokens(alone)
+    first = outputs[6].outputs[0]
+    assert len(first.raw_logprobs) == len(first.logprobs) == 25 and list(first.logprobs[0]) == first.token_ids[:1]
+    assert len(outputs[5].outputs[0].logprobs[4]) >= 3 and len(outputs[9].prompt_logprobs) == 3
+    for output, p in zip(outputs, params):
+        if p.logits_processor is None:
+            scored = engine.score(output.prompt_token_ids, output.outputs[0].token_ids, p)
+            if p.min_tokens == 0:
+                assert scored == pytest.approx(output.outputs[0].sampled_logprobs, abs=1e-4)
+
+
+def test_preemption_chunks_and_prefix_hits():
+    prompts = [list(range(i, i + 25)) for i in range(8)]
+    params = SamplingParams(temperature=1.0, max_tokens=30, seed=3)
+    expected = cpu(prompts, params)
+    engine = tiny_engine(num_pages=40, max_num_batched_tokens=7)
+    assert tokens(engine.generate(prompts, params)) == expected
+    assert engine.stats()["preemptions"] > 0
+    assert tokens(engine.generate(prompts, params)) == expected
+    assert engine.stats()["prefix_hit_tokens"] > 0
+    engine.check_integrity()
+
+
+def test_padding_writes_to_the_dummy_page_alone():
+    engine = tiny_engine()
+    engine.generate(PROMPTS, PLAIN)
+    data = engine._core.runner.kv.data
+    assert data[:, :, -1].isnan().any() and not data[:, :, :-1].isnan().any()
+
+
+def test_sabotage_padding_elsewhere_is_seen(monkeypatch):
+    honest = device.Layout.__init__
+    monkeypatch.setattr(device.Layout, "__init__", lambda self, frame, size, dummy: honest(self, frame, size, 0))
+    engine = tiny_engine()
+    engine.generate(PROMPTS[:3], greedy(5))
+    assert engine._core.runner.kv.data[:, :, 0].isnan().any()
+
+
+def test_sabotage_a_step_ahead_of_stale_tokens_is_seen(monkeypatch, ahead):
+    monkeypatch.setattr(PlayedOps, "advance", staticmethod(lambda walk, lens, roots: lens.add_(walk.accept_lens)))
+    assert tokens(tiny_engine().generate(PROMPTS, PLAIN)) != cpu(PROMPTS, PLAIN)
+    assert ahead
+
+
+def test_sabotage_pages_not_refreshed_are_seen(monkeypatch, ahead):
+    monkeypatch.setattr(device.DeviceRunner, "_refresh_pages", lambda *args: None)
+    assert tokens(tiny_engine().generate(PROMPTS, PLAIN)) != cpu(PROMPTS, PLAIN)
+    assert ahead
+
+
+def test_requests_that_come_and_go_between_steps(ahead):
+    expected = cpu([[7, 8], [9, 10], [11, 12], [13]], greedy(30))
+    engine = tiny_engine()
+    ids = [engine.add_request(p, greedy(30)) for p in ([7, 8], [9, 10])]
+    outputs = {}
+    for step in range(60):
+        if step == 6:
+            ids.append(engine.add_request([11, 12], greedy(30)))
+        if step == 11:
+            engine.abort(ids[1])
+        if step == 12:
+            ids.append(engine.add_request([13], greedy(30)))
+        for out in engine.step():
+            outputs[out.request_id] = out.outputs[0].token_ids
+    assert outputs == {ids[0]: expected[0][0], ids[2]: expected[2][0], ids[3]: expected[3][0]}
+    assert len(ahead) > 20 and not engine.has_unfinished()
+    engine.check_integrity()
+
+
+def test_pause_and_resume(ahead):
+    engine = tiny_engine()
+    outputs = engine.generate(PROMPTS, PLAIN, token_quota=9)
+    while any(not o.finished for o in outputs):
+        outputs = engine.resume(outputs, token_quota=9)
+    assert tokens(outputs) == cpu(PROMPTS, PLAIN) and ahead
+
+
+def test_weights_that_change_under_a_step_in_flight(ahead):
+    """H01, H07: tokens after the change are those of an engine that has had the new weights all along."""
+    new = {name: t.clone() for name, t in shared_hf(seed=5).state_dict().items()}
+    params = SamplingParams(temperature=1.0, max_tokens=30, seed=1)
+
+    def run(engine: RolloutEngine) -> list[int]:
+        engine.add_request([1, 2, 3], params)
+        for _ in range(10):
+            engine.step()
+        engine.update_weights(new)
+        while True:
+            if outputs := engine.step():
+                return outputs[0].outputs[0].token_ids
+
+    got = run(tiny_engine())
+    with cpu_runner():
+        want = run(tiny_engine())
+    assert got[:8] == want[:8] and len(got) == 30 and ahead
+    # One step of the ten was a prefill on both runners; the GPU's had launched one more, which the change undid.
+    assert got == want
+
+
+def test_released_graphs_return_at_first_use(ahead):
+    engine = tiny_engine()
+    engine.add_request([1, 2, 3], greedy(40))
+    out: list[Any] = []
+    for step in range(60):
+        if step in (5, 6, 20):
+            engine.release_graphs()
+            assert engine.stats()["graphs"]["graphs"] == 0
+        if step == 30:
+            engine.capture_graphs()
+            assert engine.stats()["graphs"]["graphs"] == len(BUCKETS.keys)
+        out += engine.step()
+    assert tokens(out) == cpu([[1, 2, 3]], greedy(40))
+    assert engine.stats()["graphs"]["buckets"]["1x1"]["captures"] >= 3
+
+
+@pytest.mark.parametrize("fits", [0, 1])
+def test_no_memory_for_graphs(fits, caplog):
+    """G11: eager steps instead, one warning, the same tokens."""
+    with emulation(memory=fits):
+        engine = tiny_engine()
+        prompts = [[i] for i in range(5)]
+        params = [greedy(5 + 4 * i) for i in range(5)]
+        assert tokens(engine.generate(prompts, params)) == cpu(prompts, params)
+        assert engine.stats()["graphs"]["eager_steps"]["no memory for the graph"] > 0
+    assert sum("run without a graph" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_graph_budget_evicts_the_least_recently_used():
+    with emulation(graph_bytes=2000):
+        engine = tiny_engine()
+        prompts = [[i] for i in range(7)]
+        params = [greedy(5 + 4 * i) for i in range(7)]
+        for _ in range(2):
+            assert tokens(engine.generate(prompts, params)) == cpu(prompts, params)
+        report = engine.stats()["graphs"]
+    assert report["graphs"] == 2 and report["bytes"] == 2000
+    assert sum(b["evictions"] for b in report["buckets"].values()) >= 4
+
+
+def test_steps_beyond_every_graph_run_eagerly():
+    """G09: sizes 1..9 with graphs up to 8, shrinking from 9 to 1."""
+    prompts = [[i, i + 1] for i in range(9)]
+    params = [greedy(4 + 3 * i) for i in range(9)]
+    with emulation(buckets=Buckets(GraphKey(b, 1) for b in (1, 2, 4, 8))):
+        engine = tiny_engine()
+        assert tokens(engine.generate(prompts, params)) == cpu(prompts, params)
+        report = engine.stats()["graphs"]
+    assert report["eager_steps"]["larger than every graph"] > 0
+    assert set(report["buckets"]) == {"1x1", "2x1", "4x1", "8x1"}
+    assert report["buckets"]["8x1"]["padding_waste"] > 0
+
+
+def test_a_broken_row_fails_its_request_alone(monkeypatch, ahead):
+    engine = tiny_engine()
+    honest = PlayedOps.sample
+    poisoned = {"step": 0}
+
+    def sample(logits, ids, params, **more):
+        poisoned["step"] += 1
+        if poisoned["step"] == 8:
+            logits[1] = float("nan")
+        return honest(logits, ids, params, **more)
+
+    monkeypatch.setattr(PlayedOps, "sample", staticmethod(sample))
+    outputs = engine.generate([[1], [2], [3]], greedy(20))
+    expected = cpu([[1], [2], [3]], greedy(20))
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    assert tokens(outputs)[0] == expected[0] and tokens(outputs)[2] == expected[2]
+    assert tokens(outputs)[1][0] == expected[1][0][: len(tokens(outputs)[1][0])] and ahead
+    engine.check_integrity()
+
+
+def test_the_engine_says_what_it_holds():
+    engine = tiny_engine(speculation=OFF)
+    engine.generate([[1, 2]], greedy(3))
+    memory = engine.stats()["memory"]
+    assert memory["kv"] == engine._core.runner.kv.data.nbytes
+    assert memory["buffers"] > engine._core.runner._logits.nbytes
+    assert torch.is_tensor(engine._core.runner._logits)
