@@ -1,0 +1,281 @@
+"""Whole engine steps of a 7B model on one GPU: plain decoding, verification, host gap, memory of the graphs.
+
+    PYTHONPATH=.:kernels python3 -m bench.decode --out DIR [--seconds N] [--only plain,verify,profile,graphs]
+
+The geometry of Qwen2.5-7B (bf16, 14.14 GB of weights read a step) with random weights, prompts of 128 random tokens,
+144 new ones: the work of PEERS.md. A step is RolloutEngine.step(): schedule, pass, draw, walk, commit, stops, outputs.
+Times are medians of its wall time once all requests decode; `forward` is the graph alone, between CUDA events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.results import record
+from tlt_engine import DraftTree, EngineConfig, Profile, RolloutEngine, SamplingParams, SpeculationConfig
+from tlt_engine.engine.device import DeviceRunner
+from tlt_engine.graphs.buckets import NODES, default_buckets
+from tlt_engine.graphs.capture import Capturer
+from tlt_engine.models.config import ModelConfig
+from tlt_engine.models.loader import LoadedModel
+from tlt_engine.models.rope import RopeConfig
+from tlt_engine.models.transformer import Transformer
+from tlt_engine.models.weights import LoadReport
+
+COMMAND = "python -m bench.decode"
+PROMPT, NEW, WARM = 128, 144, 16
+OFF = SpeculationConfig(method="off")
+MODEL = {"geometry": "Qwen2.5-7B", "dtype": "bf16", "prompt": PROMPT, "new": NEW}
+
+
+def qwen_7b(layers: int = 28) -> LoadedModel:
+    config = ModelConfig(
+        architecture="qwen2", hidden_size=3584, intermediate_size=18944, num_layers=layers, num_heads=28,
+        num_kv_heads=4, head_dim=128, vocab_size=152064, rms_norm_eps=1e-6, tie_word_embeddings=False,
+        qkv_bias=True, o_bias=False, mlp_bias=False, qk_norm=False, rope=RopeConfig(theta=1e6, rotary_dim=128), windows=(0,) * layers,
+        max_position_embeddings=32768,
+    )
+    model = Transformer(config, dtype=torch.bfloat16, device="cuda", max_model_len=4096)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for name, weight in model.named_weights():
+        if "norm" in name:
+            weight.fill_(1.0)
+        else:  # products keep the size of their input, so that logits spread as a real model's do
+            weight.normal_(0.0, weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.1, generator=generator)
+    return LoadedModel(model, config, None, (), LoadReport(()))
+
+
+class FullTrees:
+    """Trees of `nodes` nodes at no cost to speak of: made once, the root replaced. Random tokens: hardly one is right,
+    so that every step verifies a full tree and emits one token."""
+
+    def __init__(self, nodes: int, vocab: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._drafts = tuple(torch.randint(0, vocab, (nodes - 1,), generator=generator).tolist())
+        self._parents = (-1, *((i - 1) // 3 for i in range(1, nodes)))
+
+    def propose(self, contexts: Sequence[Any]) -> list[DraftTree]:
+        trees = []
+        for c in contexts:
+            keep = c.max_nodes if c.max_depth >= 4 else 1
+            tree = object.__new__(DraftTree)  # past the checks of __post_init__: siblings differ, parents stand first
+            object.__setattr__(tree, "tokens", (c.token_ids[-1], *self._drafts[: keep - 1]))
+            object.__setattr__(tree, "parents", self._parents[:keep])
+            trees.append(tree)
+        return trees
+
+    def observe(self, context: Any, accepted: int) -> None: ...
+
+    def finish(self, seq_id: int) -> None: ...
+
+    def memory_bytes(self) -> int:
+        return 0
+
+
+def build(model: LoadedModel, batch: int, nodes: int = 1, **config: Any) -> RolloutEngine:
+    """nodes > 1: every step verifies a tree of that size."""
+    spec = OFF if nodes == 1 else SpeculationConfig(method="custom", profile=Profile(4, 3, nodes))
+    pages = batch * -(-(PROMPT + NEW + 2 * nodes + 32) // 16)
+    return RolloutEngine(
+        model, EngineConfig(dtype="bfloat16", device="cuda", max_num_seqs=batch, num_pages=pages, max_model_len=4096,
+                            max_num_batched_tokens=4096, seed=0, speculation=spec, **config),
+        drafter=FullTrees(nodes, 152064) if nodes > 1 else None,
+    )
+
+
+def start(engine: RolloutEngine, batch: int, temperature: float) -> None:
+    """Queue the batch and step until all of it decodes and is warm."""
+    generator = torch.Generator().manual_seed(1)
+    for i in range(batch):
+        prompt = torch.randint(0, 152064, (PROMPT,), generator=generator).tolist()
+        engine.add_request(prompt, SamplingParams(temperature=temperature, max_tokens=NEW, seed=i, ignore_eos=True))
+    for _ in range(WARM):
+        engine.step()
+
+
+def step_times(engine: RolloutEngine, batch: int, temperature: float) -> list[float]:
+    """Milliseconds of each step in which all requests decode. The last two are left out: nothing follows them."""
+    start(engine, batch, temperature)
+    times = []
+    while engine.num_running == batch:
+        begin = time.perf_counter()
+        engine.step()
+        times.append((time.perf_counter() - begin) * 1e3)
+    while engine.has_unfinished():
+        engine.step()
+    return times[:-2]
+
+
+def forward_ms(engine: RolloutEngine, batch: int, rows: int) -> float:
+    """The graph of the step alone, by CUDA events around 20 replays."""
+    runner = engine._core.runner
+    assert isinstance(runner, DeviceRunner) and runner._graphs is not None
+    key = runner._graphs.buckets.choose(batch, rows)
+    graph = None if key is None else runner._graphs.get(key, rows, capture=False)
+    if graph is None:
+        return float("nan")
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(20):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 20
+
+
+def plain(model: LoadedModel, batches: Sequence[int], out: Path) -> dict[int, float]:
+    medians: dict[int, float] = {}
+    for batch in batches:
+        engine = build(model, batch)
+        for temperature in (0.0, 1.0):
+            times = step_times(engine, batch, temperature)
+            quartiles = statistics.quantiles(times, n=20)
+            forward = forward_ms(engine, batch, batch)
+            print(f"plain  batch {batch:3d} T={temperature:.0f}: {statistics.median(times):.3f} ms a step "
+                  f"[{quartiles[0]:.3f}, {quartiles[-1]:.3f}], forward {forward:.3f}", flush=True)
+            if temperature == 0.0:
+                medians[batch] = statistics.median(times)
+            record("gpu", "ar.ms", statistics.median(times), "ms", MODEL | {"batch": batch, "temperature": temperature},
+                   command=COMMAND, spread=[quartiles[0], quartiles[-1]], runs=len(times), folder=out)
+        del engine
+    return medians
+
+
+def verify(model: LoadedModel, cases: Sequence[tuple[int, int]], base: dict[int, float], out: Path) -> None:
+    for batch, nodes in cases:
+        engine = build(model, batch, nodes)
+        for temperature in (0.0, 1.0):
+            times = step_times(engine, batch, temperature)
+            median, quartiles = statistics.median(times), statistics.quantiles(times, n=20)
+            stats = engine.stats()
+            rows = stats["decode_rows"] / max(stats["decode_passes"], 1)
+            forward = forward_ms(engine, batch, batch * nodes)
+            print(f"verify batch {batch:3d} V={nodes} T={temperature:.0f}: {median:.3f} ms a step "
+                  f"[{quartiles[0]:.3f}, {quartiles[-1]:.3f}], forward {forward:.3f}, {rows:.1f} rows a pass, accept "
+                  f"length {stats['accept_length']:.2f}", flush=True)
+            where = MODEL | {"batch": batch, "V": nodes, "temperature": temperature}
+            record("gpu", "verify.ms", median, "ms", where, command=COMMAND, spread=[quartiles[0], quartiles[-1]],
+                   runs=len(times), folder=out)
+            if batch in base:
+                record("gpu", "verify.ratio", median / base[batch], "x", where, command=COMMAND, folder=out)
+        del engine
+
+
+def busy(model: LoadedModel, batch: int, nodes: int, out: Path, steps: int = 30) -> None:
+    """Step period, the part of it in which the GPU runs something, and where that goes, from a profiler's trace."""
+    engine = build(model, batch, nodes)
+    start(engine, batch, 1.0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (e.time_range.start, e.time_range.end, e.name) for e in trace.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+    )
+    # Each step ends with one copy to the host; whole steps lie between the first such copy and the last.
+    copies = [i for i, (_, _, name) in enumerate(spans) if "DtoH" in name]
+    spans = spans[copies[0] + 1 : copies[-1] + 1]
+    whole = len(copies) - 1
+    period, running, reach = (spans[-1][1] - spans[0][0]) / whole, 0.0, spans[0][0]
+    per_kernel: dict[str, list[float]] = defaultdict(list)
+    for begin, end, name in spans:
+        running += max(end - max(begin, reach), 0.0)
+        reach = max(reach, end)
+        per_kernel[name].append(end - begin)
+    gap = period - running / whole
+    print(f"trace  batch {batch:3d} V={nodes}: period {period / 1e3:.3f} ms, GPU busy {running / whole / 1e3:.3f} ms, "
+          f"idle {gap:.0f} us, {len(spans) / whole:.0f} launches a step")
+    for name, times in sorted(per_kernel.items(), key=lambda item: -sum(item[1]))[:14]:
+        print(f"    {sum(times) / whole:8.1f} us a step  {len(times) / whole:6.1f} x {statistics.median(times):7.1f} us"
+              f"  {name[:90]}")
+    where = MODEL | {"batch": batch, "V": nodes}
+    record("gpu", "host.us", gap, "us", where, command=COMMAND, runs=whole, folder=out)
+    record("gpu", "host.syncs_per_step", len(copies) / (whole + 1), "", where, command=COMMAND, folder=out)
+    del engine
+
+
+def graph_memory(model: LoadedModel, out: Path) -> None:
+    """Driver's bytes of all graphs: ours, the largest V alone, and every graph in a pool of its own."""
+    totals: dict[str, int] = {}
+    for name, sizes in (("bucketed", NODES), ("single", NODES[-1:])):
+        engine = build(model, 256, 64)
+        runner = engine._core.runner
+        assert isinstance(runner, DeviceRunner) and runner._graphs is not None
+        runner._graphs.buckets.keys = tuple(k for k in default_buckets(256, 64).keys if k.nodes in sizes)
+        torch.cuda.synchronize()
+        before, begin = torch.cuda.mem_get_info()[0], time.perf_counter()
+        engine.capture_graphs()
+        seconds = time.perf_counter() - begin
+        totals[name] = before - torch.cuda.mem_get_info()[0]
+        report = engine.stats()["graphs"]
+        print(f"graphs {name}: {report['graphs']} in {seconds:.1f} s, {totals[name] / 1e9:.3f} GB (sum of buckets "
+              f"{report['bytes'] / 1e9:.3f})", flush=True)
+        where = MODEL | {"graphs": report["graphs"]}
+        if name == "bucketed":
+            record("gpu", "graphs.gb", totals[name] / 1e9, "GB", where, command=COMMAND, folder=out)
+            record("gpu", "graphs.capture_s", seconds, "s", where, command=COMMAND, folder=out)
+            for key in list(runner._graphs.buckets.keys):
+                print(f"    {key}: {report['buckets'][str(key)]['bytes'] / 1e6:.1f} MB")
+        engine.release_graphs()
+        if name == "bucketed":
+            totals["naive"] = _unshared(runner)
+            print(f"graphs unshared: {totals['naive'] / 1e9:.3f} GB")
+        del engine, runner
+    for what in ("bucketed", "naive"):
+        record("gpu", "graphs.ratio", totals[what] / totals["single"], "x", MODEL | {"over": "single", "what": what},
+               command=COMMAND, folder=out)
+
+
+def _unshared(runner: DeviceRunner) -> int:
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    kept = []
+    assert runner._graphs is not None
+    for key in runner._graphs.buckets.keys:
+        runner._capturer = Capturer(runner.device)
+        kept.append((runner._capturer, runner._capture(key)))
+    used = before - torch.cuda.mem_get_info()[0]
+    for _, graph in kept:
+        graph.release()
+    return used
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None, help="folder for gpu.json (default: bench/results)")
+    parser.add_argument("--only", default="plain,verify,profile,graphs")
+    parser.add_argument("--batches", default="1,64,8,4,16,32")
+    parser.add_argument("--cases", default="1x32,8x16,1x16,4x16")
+    args = parser.parse_args(argv)
+    parts, begin = args.only.split(","), time.perf_counter()
+    model = qwen_7b()
+    torch.cuda.synchronize()
+    print(f"weights {model.model.weights.bytes / 1e9:.2f} GB after {time.perf_counter() - begin:.1f} s", flush=True)
+    cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
+    base: dict[int, float] = {}
+    if "plain" in parts:
+        base = plain(model, list(map(int, args.batches.split(","))), args.out)
+        print(f"({time.perf_counter() - begin:.0f} s)", flush=True)
+    if "verify" in parts:
+        verify(model, cases, base, args.out)
+        print(f"({time.perf_counter() - begin:.0f} s)", flush=True)
+    if "profile" in parts:
+        for batch, nodes in ((1, 1), (64, 1), (1, 32), (8, 16)):
+            busy(model, batch, nodes, args.out)
+        print(f"({time.perf_counter() - begin:.0f} s)", flush=True)
+    if "graphs" in parts:
+        graph_memory(model, args.out)
+        print(f"({time.perf_counter() - begin:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()
