@@ -1,7 +1,7 @@
 """The core's figures on SmolLM2 and the CPU: equality, speed against transformers, parity, leaks.
 
     python -m bench.core equality    # 64 requests x 128 tokens, every way of running them, against plain decoding
-    python -m bench.core speed       # 160 rollouts: ours without and with speculation, transformers static and continuous
+    python -m bench.core speed       # 160 rollouts: ours plain and speculating, transformers static and continuous
     python -m bench.core parity      # greedy text of 20 prompts against transformers
     python -m bench.core leak        # 10,000 scheduler events
 
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,82 +23,105 @@ import torch
 from bench.results import record
 from tests.drafters import AdversarialDrafter, ReplayDrafter
 from tests.engine.leak import run_events
-from tlt_engine import EngineConfig, Profile, RequestOutput, RolloutEngine, SamplingParams, SpeculationConfig, derive_seed
+from tlt_engine import EngineConfig, Profile, RequestOutput, RolloutEngine, SamplingParams, SpeculationConfig
 from tlt_engine.cli.tasks import load_tasks
 from tlt_engine.engine.equality import Equality, compare_runs
 from tlt_engine.models import LoadedModel, load_model
+from tlt_engine.models.gguf import demo_model
+from tlt_engine.rng import derive_seed
 
 MODEL = {"model": "SmolLM2-135M-Instruct Q4_1, dequantised", "dtype": "float32"}
 OFF = SpeculationConfig(method="off")
-
-
-@dataclass(frozen=True)
-class Variant:
-    name: str
-    speculation: SpeculationConfig = OFF
-    drafter: Any = None
-    order: str = "given"  # or "shuffled", "first alone"
-    num_pages: int | None = None
+EOS = 2
+MAX_MODEL_LEN = 2048
 
 
 def demo() -> LoadedModel:
-    return load_model("demo", dtype="float32", max_model_len=2048)
+    return load_model("demo", dtype="float32", max_model_len=MAX_MODEL_LEN)
 
 
-def build(model: LoadedModel, variant: Variant, max_num_seqs: int = 256) -> RolloutEngine:
-    config = EngineConfig(
-        speculation=variant.speculation, max_num_seqs=max_num_seqs, max_model_len=2048, num_pages=variant.num_pages
-    )
-    return RolloutEngine(model, config, drafter=variant.drafter)
+def engine_for(
+    model: LoadedModel, speculation: SpeculationConfig, *, drafter: Any = None, num_pages: int | None = None
+) -> RolloutEngine:
+    config = EngineConfig(speculation=speculation, max_model_len=MAX_MODEL_LEN, num_pages=num_pages)
+    return RolloutEngine(model, config, drafter=drafter)
+
+
+def demo_ids(model: LoadedModel, prompts: Sequence[Any]) -> list[list[int]]:
+    """Token ids of chat prompts, for transformers."""
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in prompts]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+def hf_demo() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32).eval()
 
 
 # ---------------------------------------------------------------- equality
 
 
-def equality_variants(plain: Sequence[RequestOutput], pages: int) -> list[Variant]:
+@dataclass(frozen=True)
+class Variant:
+    """One way of running the same requests. order: "given", "shuffled" or "first alone"."""
+
+    name: str
+    speculation: SpeculationConfig = OFF
+    drafter: Any = None
+    order: str = "given"
+    num_pages: int | None = None
+
+
+def variants(plain: Sequence[RequestOutput], pages: int) -> list[Variant]:
+    """pages: too few for all requests at once."""
     known = {tuple(o.prompt_token_ids): {s.noise.sample: s.token_ids for s in o.outputs if s.noise} for o in plain}
     custom = SpeculationConfig(method="custom", profile=Profile(8, 3, 16))
+    narrow = SpeculationConfig(method="custom", profile=Profile(4, 4, 6))
+    replay = partial(ReplayDrafter, known, error_rate=0.15, depth=6)
     return [
         Variant("model-free chain", SpeculationConfig(profile=Profile(8, 1, 8))),
         Variant("model-free tree", SpeculationConfig(profile=Profile(8, 3, 16))),
-        Variant("replay with errors", custom, ReplayDrafter(known, error_rate=0.15, depth=6)),
-        Variant("adversarial", SpeculationConfig(method="custom", profile=Profile(4, 4, 6)), AdversarialDrafter(49152, (2,))),
-        Variant("shuffled batch order", OFF, None, "shuffled"),
-        Variant("forced preemption", OFF, None, "given", pages),
-        Variant("preemption under speculation", custom, ReplayDrafter(known, error_rate=0.15, depth=6), "given", pages),
-        Variant("one request alone", OFF, None, "first alone"),
+        Variant("replay with errors", custom, replay()),
+        Variant("adversarial", narrow, AdversarialDrafter(49152, (EOS,))),
+        Variant("shuffled batch order", order="shuffled"),
+        Variant("forced preemption", num_pages=pages),
+        Variant("preemption under speculation", custom, replay(), num_pages=pages),
+        Variant("one request alone", order="first alone"),
     ]
 
 
-def run_variant(model: LoadedModel, variant: Variant, prompts: list, params: list) -> tuple[list[int], list[RequestOutput], RolloutEngine]:
+def run_variant(
+    model: LoadedModel, variant: Variant, prompts: Sequence[Any], params: Sequence[SamplingParams],
+    plain: Sequence[RequestOutput],
+) -> tuple[Equality, dict[str, Any]]:
     order = list(range(len(prompts)))
     if variant.order == "shuffled":
         random.Random(0).shuffle(order)
-    elif variant.order == "first alone":
-        order = order[:1]
-        params = [replace(params[0], n=1)]
-    engine = build(model, variant)
-    outputs = engine.generate([prompts[i] for i in order], [params[i] for i in order])
+    reference, chosen = [plain[i] for i in order], [params[i] for i in order]
+    if variant.order == "first alone":
+        order, chosen = order[:1], [replace(params[0], n=1)]
+        reference = [replace(plain[0], outputs=plain[0].outputs[:1])]
+    engine = engine_for(model, variant.speculation, drafter=variant.drafter, num_pages=variant.num_pages)
+    outputs = engine.generate([prompts[i] for i in order], chosen)
     engine.check_integrity()
-    return order, outputs, engine
+    return compare_runs(engine, reference, outputs, chosen), engine.stats()
 
 
-def equality(prompts_count: int = 16, samples: int = 4, length: int = 128) -> None:
+def equality(count: int = 16, samples: int = 4, length: int = 128) -> None:
+    keep = partial(record, "core", command="python -m bench.core equality")
     model = demo()
-    prompts = load_tasks("products", prompts_count, seed=1).prompts
+    prompts = load_tasks("products", count, seed=1).prompts
     params = [
-        SamplingParams(n=samples, max_tokens=length, ignore_eos=True, seed=derive_seed(1, 0, i)) for i in range(prompts_count)
+        SamplingParams(n=samples, max_tokens=length, ignore_eos=True, seed=derive_seed(1, 0, i)) for i in range(count)
     ]
-    plain_engine = build(model, Variant("off"))
-    plain = plain_engine.generate(prompts, params)
-    # Pages for about a third of the samples at full length: the rest is thrown out and recomputed.
-    pages = prompts_count * samples // 3 * (-(-(plain[0].prompt_token_ids.__len__() + length) // 16))
+    plain = engine_for(model, OFF).generate(prompts, params)
+    pages_each = -(-(len(plain[0].prompt_token_ids) + length) // 16)
     total = Equality()
-    for variant in equality_variants(plain, pages):
-        order, outputs, engine = run_variant(model, variant, prompts, params)
-        reference = [plain[i] if len(order) > 1 else replace(plain[0], outputs=plain[0].outputs[:1]) for i in order]
-        result = compare_runs(engine, reference, outputs, [params[i] for i in order])
-        stats = engine.stats()
+    for variant in variants(plain, pages=count * samples // 3 * pages_each):
+        result, stats = run_variant(model, variant, prompts, params, plain)
         print(
             f"{variant.name:30s} {result.tokens:6d} tokens, differing {result.tokens_differing}, excused ties "
             f"{result.excused_ties}, max log-prob error {result.max_logprob_error:.1e}, accept length "
@@ -106,69 +129,52 @@ def equality(prompts_count: int = 16, samples: int = 4, length: int = 128) -> No
         )
         for tie in result.differences:
             print("   ", tie)
-        where = MODEL | {"variant": variant.name, "requests": len(outputs) * samples, "tokens": length, "temperature": 1.0}
-        for metric, value, unit in (
-            ("equality.variant_tokens_differing", result.tokens_differing, "tokens"),
-            ("equality.variant_excused_ties", result.excused_ties, "ties"),
-            ("equality.max_logprob_error", result.max_logprob_error, "nats"),
-            ("equality.accept_length", stats["accept_length"], "tokens/pass"),
-            ("equality.preemptions", stats["preemptions"], "preemptions"),
-        ):
-            record("core", metric, value, unit, where, command="python -m bench.core equality")
+        where = MODEL | {"variant": variant.name, "requests": result.samples, "tokens": length, "temperature": 1.0}
+        keep("equality.variant_tokens_differing", result.tokens_differing, "tokens", where)
+        keep("equality.variant_excused_ties", result.excused_ties, "ties", where)
+        keep("equality.max_logprob_error", result.max_logprob_error, "nats", where)
+        keep("equality.accept_length", stats["accept_length"], "tokens/pass", where)
+        keep("equality.preemptions", stats["preemptions"], "preemptions", where)
         total.tokens += result.tokens
         total.tokens_differing += result.tokens_differing
+        total.max_logprob_error = max(total.max_logprob_error, result.max_logprob_error)
         total.differences += result.differences
-    where = MODEL | {"requests": prompts_count * samples, "tokens_each": length, "compared": total.tokens, "temperature": 1.0}
-    record("core", "equality.tokens_differing", total.tokens_differing, "tokens", where, command="python -m bench.core equality")
-    record("core", "equality.excused_ties", total.excused_ties, "ties", where, command="python -m bench.core equality")
     limit = 3 * total.tokens / 8192
-    print(f"all: {total.tokens} tokens, {total.tokens_differing} differing, {total.excused_ties} excused (at most {limit:.0f})")
-    if total.tokens_differing or total.excused_ties > limit:
+    print(f"all: {total.tokens} tokens, {total.tokens_differing} differing, {total.excused_ties} excused (<= {limit:.0f})")
+    where = MODEL | {"requests": count * samples, "tokens": length, "compared": total.tokens, "temperature": 1.0}
+    keep("equality.tokens_differing", total.tokens_differing, "tokens", where)
+    keep("equality.excused_ties", total.excused_ties, "ties", where)
+    if total.tokens_differing or total.excused_ties > limit or total.max_logprob_error > 1e-4:
         raise SystemExit("equality: FAILED")
 
 
 # ---------------------------------------------------------------- speed
 
 
-def hf_inputs(model: LoadedModel, prompts: list) -> list[list[int]]:
-    tokenizer = model.tokenizer
-    return [
-        tokenizer.encode(tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False), add_special_tokens=False)
-        for p in prompts
-    ]
-
-
-def hf_model() -> Any:
-    from transformers import AutoModelForCausalLM
-
-    from tlt_engine.models.gguf import demo_model
-
-    return AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32).eval()
-
-
-def hf_static(hf: Any, ids: list[list[int]], max_tokens: int, batch: int = 32) -> int:
+def hf_static(hf: Any, ids: Sequence[list[int]], max_tokens: int, batch: int = 32) -> int:
     """Useful tokens of transformers' generate at temperature 1 in static batches, left-padded; up to and with EOS."""
     useful = 0
     for start in range(0, len(ids), batch):
         rows = ids[start : start + batch]
         width = max(map(len, rows))
-        padded = torch.tensor([[2] * (width - len(r)) + r for r in rows])
+        padded = torch.tensor([[EOS] * (width - len(r)) + r for r in rows])
         mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows])
         out = hf.generate(
-            padded, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_tokens,
-            pad_token_id=2, eos_token_id=2,
+            padded, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            max_new_tokens=max_tokens, pad_token_id=EOS, eos_token_id=EOS,
         )
         for row in out[:, width:].tolist():
-            useful += row.index(2) + 1 if 2 in row else len(row)
+            useful += row.index(EOS) + 1 if EOS in row else len(row)
     return useful
 
 
-def hf_continuous(hf: Any, ids: list[list[int]], max_tokens: int) -> int:
-    """transformers' own continuous batching (generate_batch); raises where this machine cannot run it."""
+def hf_continuous(hf: Any, ids: Sequence[list[int]], max_tokens: int) -> int:
+    """Useful tokens of transformers' own continuous batching; raises where this machine cannot run it."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(
-        max_new_tokens=max_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=2, pad_token_id=2,
+        max_new_tokens=max_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=EOS,
+        pad_token_id=EOS,
     )
     results = hf.generate_batch(inputs=ids, generation_config=config)
     if len(results) != len(ids):
@@ -176,79 +182,80 @@ def hf_continuous(hf: Any, ids: list[list[int]], max_tokens: int) -> int:
     return sum(len(r.generated_tokens) for r in results.values())
 
 
-def timed(name: str, call: Callable[[], int]) -> tuple[float, int, float]:
+def tokens_per_s(name: str, call: Callable[[], int]) -> float:
     start = time.perf_counter()
     tokens = call()
     seconds = time.perf_counter() - start
     print(f"{name:36s} {seconds:7.1f} s {tokens:7d} useful tokens {tokens / seconds:7.1f} tok/s", flush=True)
-    return tokens / seconds, tokens, seconds
+    return tokens / seconds
 
 
-def ours(model: LoadedModel, speculation: SpeculationConfig, prompts: list, params: list, keep: dict) -> int:
-    engine = build(model, Variant("speed", speculation))
-    outputs = engine.generate(prompts, params)
-    keep[speculation.method] = (outputs, engine.stats(), engine)
-    return sum(len(s.token_ids) for o in outputs for s in o.outputs)
+def speed(count: int = 20, samples: int = 8, max_tokens: int = 512) -> None:
+    """One run of each, one after the other; transformers between ours, so that a drift of the machine shows."""
+    model, hf = demo(), hf_demo()
+    prompts = load_tasks("products", count, seed=2).prompts
+    params = [SamplingParams(n=samples, max_tokens=max_tokens, seed=derive_seed(2, 0, i)) for i in range(count)]
+    ids = [row for row in demo_ids(model, prompts) for _ in range(samples)]
+    engines = {s.method: engine_for(model, s) for s in (OFF, SpeculationConfig())}
+    outputs: dict[str, list[RequestOutput]] = {}
 
+    def ours(method: str) -> int:
+        outputs[method] = engines[method].generate(prompts, params)
+        return sum(len(s.token_ids) for o in outputs[method] for s in o.outputs)
 
-def speed(prompts_count: int = 20, samples: int = 8, max_tokens: int = 512, rounds: int = 1) -> None:
-    model, hf = demo(), hf_model()
-    tasks = load_tasks("products", prompts_count, seed=2)
-    params = [SamplingParams(n=samples, max_tokens=max_tokens, seed=derive_seed(2, 0, i)) for i in range(prompts_count)]
-    ids = [row for row in hf_inputs(model, tasks.prompts) for _ in range(samples)]
-    where = MODEL | {"prompts": prompts_count, "samples": samples, "max_tokens": max_tokens, "temperature": 1.0, "task": "products"}
-    command = "python -m bench.core speed"
-    kept: dict[str, Any] = {}
-    rates: dict[str, list[float]] = {"off": [], "model_free": [], "hf_static": []}
     torch.manual_seed(0)
-    for _ in range(rounds):
-        rates["off"].append(timed("ours, no speculation", lambda: ours(model, OFF, tasks.prompts, params, kept))[0])
-        rates["hf_static"].append(timed("transformers, static batches of 32", lambda: hf_static(hf, ids, max_tokens))[0])
-        spec = SpeculationConfig()
-        rates["model_free"].append(timed("ours, model-free drafter", lambda: ours(model, spec, tasks.prompts, params, kept))[0])
-    for name, values in rates.items():
-        record("core", f"speed.{name}_tokens_per_s", statistics.median(values), "tok/s", where, command=command, runs=rounds,
-               spread=[min(values), max(values)])
-    base = statistics.median(rates["hf_static"])
-    record("core", "speed.vs_hf_static", max(statistics.median(rates[k]) for k in ("off", "model_free")) / base, "x", where, command=command)
-    record("core", "speed.off_vs_hf_static", statistics.median(rates["off"]) / base, "x", where, command=command)
-    record("core", "speed.model_free_vs_hf_static", statistics.median(rates["model_free"]) / base, "x", where, command=command)
-    (off, off_stats, engine), (on, on_stats, _) = kept["off"], kept["model_free"]
-    result = compare_runs(engine, off, on, params)
-    saved = 1 - on_stats["passes"] / off_stats["passes"]
-    print(f"tokens equal: {result.equal} ({result.excused_ties} excused ties); target passes {off_stats['passes']} -> "
-          f"{on_stats['passes']} ({saved:.1%} saved), rows {off_stats['rows']} -> {on_stats['rows']}, accept length "
-          f"{on_stats['accept_length']:.2f}")
-    record("core", "demo.target_passes_saved", saved, "share", where, command=command)
-    record("core", "demo.target_rows_ratio", on_stats["rows"] / off_stats["rows"], "x", where, command=command)
-    record("core", "demo.accept_length", on_stats["accept_length"], "tokens/pass", where, command=command)
-    record("core", "demo.tokens_differing", result.tokens_differing, "tokens", where, command=command)
+    off = tokens_per_s("ours, no speculation", lambda: ours("off"))
+    static = tokens_per_s("transformers, static batches of 32", lambda: hf_static(hf, ids, max_tokens))
+    on = tokens_per_s("ours, model-free drafter", lambda: ours("model_free"))
+
+    where = MODEL | {"prompts": count, "samples": samples, "max_tokens": max_tokens, "temperature": 1.0}
+    keep = partial(record, "core", params=where | {"task": "products"}, command="python -m bench.core speed")
+    for name, rate in (("off", off), ("hf_static", static), ("model_free", on)):
+        keep(f"speed.{name}_tokens_per_s", rate, "tok/s")
+    keep("speed.vs_hf_static", max(off, on) / static, "x")
+    keep("speed.off_vs_hf_static", off / static, "x")
+    keep("speed.model_free_vs_hf_static", on / static, "x")
+    result = compare_runs(engines["off"], outputs["off"], outputs["model_free"], params)
+    plain, spec = engines["off"].stats(), engines["model_free"].stats()
+    saved = 1 - spec["passes"] / plain["passes"]
+    print(
+        f"tokens equal: {result.equal} ({result.excused_ties} excused ties); target passes {plain['passes']} -> "
+        f"{spec['passes']} ({saved:.1%} saved), rows {plain['rows']} -> {spec['rows']}, accept length "
+        f"{spec['accept_length']:.2f}"
+    )
+    keep("demo.target_passes_saved", saved, "share")
+    keep("demo.target_rows_ratio", spec["rows"] / plain["rows"], "x")
+    keep("demo.accept_length", spec["accept_length"], "tokens/pass")
+    keep("demo.tokens_differing", result.tokens_differing, "tokens")
     try:
-        rate = timed("transformers, continuous batching", lambda: hf_continuous(hf, ids, max_tokens))[0]
-        record("core", "speed.hf_continuous_tokens_per_s", rate, "tok/s", where, command=command)
-        record("core", "speed.vs_hf_continuous", max(statistics.median(rates[k]) for k in ("off", "model_free")) / rate, "x", where, command=command)
+        continuous = tokens_per_s("transformers, continuous batching", lambda: hf_continuous(hf, ids, max_tokens))
     except Exception as error:  # a figure beside ours, not a part of it: say why it is missing
         print(f"transformers, continuous batching: not measured ({type(error).__name__}: {str(error)[:300]})")
+        return
+    keep("speed.hf_continuous_tokens_per_s", continuous, "tok/s")
+    keep("speed.vs_hf_continuous", max(off, on) / continuous, "x")
 
 
 # ---------------------------------------------------------------- parity and leaks
 
 
-def parity(prompts_count: int = 20, length: int = 64) -> None:
-    model, hf = demo(), hf_model()
-    prompts = load_tasks("products", prompts_count // 2, 3).prompts + load_tasks("chain_sum", prompts_count - prompts_count // 2, 3).prompts
-    ids = hf_inputs(model, prompts)
-    engine = build(model, Variant("off"))
-    outputs = engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=length))
+def parity(count: int = 20, length: int = 64) -> None:
+    model, hf = demo(), hf_demo()
+    half = count // 2
+    prompts = load_tasks("products", half, 3).prompts + load_tasks("chain_sum", count - half, 3).prompts
+    ids = demo_ids(model, prompts)
+    outputs = engine_for(model, OFF).generate(ids, SamplingParams(temperature=0.0, max_tokens=length))
     differing = 0
     for row, output in zip(ids, outputs):
-        theirs = hf.generate(torch.tensor([row]), do_sample=False, max_new_tokens=length, pad_token_id=2, eos_token_id=2)[0, len(row):].tolist()
-        if theirs != output.outputs[0].token_ids:
-            differing += 1
-            print("differs:", model.tokenizer.decode(theirs)[:80], "|", output.outputs[0].text[:80])
-    print(f"greedy: {differing} of {prompts_count} prompts differ from transformers")
-    where = MODEL | {"prompts": prompts_count, "tokens": length}
-    record("core", "parity.greedy_prompts_differing", differing, "prompts", where, command="python -m bench.core parity")
+        theirs = hf.generate(
+            torch.tensor([row]), do_sample=False, max_new_tokens=length, pad_token_id=EOS, eos_token_id=EOS
+        )[0, len(row) :].tolist()
+        differing += theirs != output.outputs[0].token_ids
+    print(f"greedy: {differing} of {count} prompts differ from transformers")
+    record(
+        "core", "parity.greedy_prompts_differing", differing, "prompts", MODEL | {"prompts": count, "tokens": length},
+        command="python -m bench.core parity",
+    )
 
 
 def leak(events: int = 10_000) -> None:
@@ -257,13 +264,16 @@ def leak(events: int = 10_000) -> None:
     record("core", "leak.pages", leaked, "pages", {"events": events}, command="python -m bench.core leak")
 
 
+COMMANDS = {"leak": leak, "parity": parity, "equality": equality, "speed": speed}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["equality", "speed", "parity", "leak", "all"])
+    parser.add_argument("what", choices=[*COMMANDS, "all"])
     what = parser.parse_args(argv).what
-    for name, call in (("leak", leak), ("parity", parity), ("equality", equality), ("speed", speed)):
+    for name, command in COMMANDS.items():
         if what in (name, "all"):
-            call()
+            command()
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ class SpecCounts:
 
     passes: target passes with a tree (one a step; a root alone counts). rows: tree nodes computed, roots included.
     drafted: draft nodes proposed. accepted: drafts committed. emitted: tokens committed, bonus tokens included.
-    drafted_per_position[i]: passes whose tree had a node at depth i + 1; accepted_per_position[i]: passes that committed
-    one. Accept length, bonus included, pooled: emitted / passes; without the bonus: accepted / passes.
+    drafted_per_position[i]: passes whose tree had a node at depth i + 1; accepted_per_position[i]: passes that
+    committed one. Accept length, bonus included, pooled: emitted / passes; without the bonus: accepted / passes.
     """
 
     passes: int = 0
@@ -79,8 +79,8 @@ class CompletionOutput:
     """One sample. token_ids: new output ids (prior_output_ids excluded), the ending EOS or stop id included.
     sampled_logprobs: one a token, of the processed distribution. raw_logprobs: of the unmodified logits, if asked for.
     logprobs: one dict {id: Logprob} a token when SamplingParams.logprobs is set, the sampled id always among them.
-    finish_reason: "stop", "length", "abort", "paused" (token_quota), or "error"; None while running. stop_reason: the stop
-    id or string that matched (None for EOS), or the error's text.
+    finish_reason: "stop", "length", "abort", "paused" (token_quota), or "error"; None while running. stop_reason: the
+    stop id or string that matched (None for EOS), or the error's text.
     finish_order: 0 for the first sample of the engine's life to end, then rising; None for a paused or running one.
     """
 

@@ -23,7 +23,7 @@ def tiny_engine(
     *, drafter: Any = None, arch: str = "llama", model_seed: int = 0, model: dict[str, Any] | None = None,
     tokenizer: Any = None, **config: Any,
 ) -> RolloutEngine:
-    """An engine on a tiny fp32 model: a scripted drafter if one is given, else no speculation unless `config` says so."""
+    """An engine on a tiny fp32 model: a scripted drafter if given, else no speculation unless `config` says so."""
     config.setdefault("speculation", CUSTOM if drafter is not None else OFF)
     config.setdefault("max_num_seqs", 16)
     config.setdefault("page_size", 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_p0_equal_output_hides_no_drafter_fault(monkeypatch):
         forged = sampled.clone()
         parents = trees.parents.tolist()
         starts = trees.node_indptr.tolist()
-        for start, end in zip(starts, starts[1:]):
+        for start, end in pairwise(starts):
             for i in range(start + 1, end):
                 forged[start + parents[i]] = trees.tokens[i]
         return honest(forged, trees)

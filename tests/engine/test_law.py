@@ -70,7 +70,7 @@ def rollouts(eng, prompt=PROMPT, length=3, count=COUNT, **params):
 
 
 def drafters():
-    known = {tuple(PROMPT): {i: o for i, o in enumerate(rollouts(engine(), length=3))}}
+    known = {tuple(PROMPT): dict(enumerate(rollouts(engine(), length=3)))}
     return {
         "none": None,
         "replay": ReplayDrafter(known, error_rate=0.3, depth=3),
@@ -107,7 +107,7 @@ def test_sabotage_a_rejection_rule_that_trusts_drafts_fails_the_law(monkeypatch)
     def trusting(sampled, trees):
         forged = sampled.clone()
         starts = trees.node_indptr.tolist()
-        for start, end in zip(starts, starts[1:]):
+        for start, end in itertools.pairwise(starts):
             if end - start > 1 and trees.tokens[start] % 2:
                 forged[start] = trees.tokens[start + 1]
         return honest(forged, trees)

@@ -7,6 +7,7 @@ import gc
 import logging
 import random
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def drain(engine):
 def test_g01_committed_kv_is_that_of_a_plain_prefill(page_size, batch):
     prompts = PROMPTS[:batch]
     params = greedy(24)
-    expected, drafter = replayer(prompts, params, error_rate=0.2, width=3)
+    _, drafter = replayer(prompts, params, error_rate=0.2, width=3)
     engine = tiny_engine(drafter=drafter, page_size=page_size)
     for i, p in enumerate(prompts):
         engine.add_request(p, params, request_id=str(i))
@@ -322,7 +323,7 @@ def test_audit_counts_what_differs(monkeypatch):
     def broken(sampled, trees):  # sabotage: whenever something was drafted, the root's token is off by one
         wrong = sampled.clone()
         starts = trees.node_indptr.tolist()
-        for start, end in zip(starts, starts[1:]):
+        for start, end in pairwise(starts):
             if end - start > 1:
                 wrong[start] = (wrong[start] + 1) % 64
         return honest(wrong, trees)

@@ -58,12 +58,13 @@ def test_n05_unseeded_engines_differ_and_seeded_ones_repeat():
 
 
 def test_keys_are_a_function_of_seed_and_prompt():
-    assert noise_key(1, [2, 3]) == -4377262062388543459 or noise_key(1, [2, 3]) == noise_key(1, (2, 3))
+    assert noise_key(1, [2, 3]) == noise_key(1, (2, 3))
     assert len({noise_key(s, p) for s in range(50) for p in ([1], [2], [1, 2])}) == 150
     assert derive_seed(1, 2, "a") != derive_seed(1, 2, "b") != derive_seed(1, 3, "b")
     assert derive_seed(1, 2, 3) == derive_seed(1, 2, "3")
-    stream = KeyStream(1)
-    assert [stream.next() for _ in range(3)] == [KeyStream(1).next(), *(lambda s: [s.next() for _ in range(3)])(KeyStream(1))[1:]]
+    one, two = KeyStream(1), KeyStream(1)
+    keys = [one.next() for _ in range(3)]
+    assert keys == [two.next() for _ in range(3)] and len(set(keys)) == 3
 
 
 def test_frozen_noise_across_weights_warns_once(caplog):
@@ -120,7 +121,7 @@ def test_n03_resume_under_new_weights_takes_a_fresh_segment():
 
 
 def test_update_in_flight_raises_the_segment_and_recomputes_kv():
-    """Cases H07: tokens before the update come from the old weights, later log-probabilities from the new ones alone."""
+    """Cases H07: tokens before the update come from the old weights, later log-probabilities from the new alone."""
     engine = tiny_engine()
     old = plain_outputs([PROMPT], PARAMS)[0][0]
     engine.add_request(PROMPT, PARAMS)
@@ -151,7 +152,9 @@ def test_h06_old_prefixes_never_serve_new_weights():
 
 def test_prior_output_counts_as_output_and_is_part_of_the_key():
     prior = [10, 11, 12]
-    params = SamplingParams(max_tokens=10, seed=9, presence_penalty=1.5, min_tokens=6, stop_token_ids=[3], logit_bias={3: 50.0})
+    params = SamplingParams(
+        max_tokens=10, seed=9, presence_penalty=1.5, min_tokens=6, stop_token_ids=[3], logit_bias={3: 50.0}
+    )
     engine = tiny_engine()
     out = engine.generate([PROMPT], params, prior_output_ids=[prior])[0].outputs[0]
     assert 3 not in out.token_ids[:3] and out.token_ids[3] == 3, "min_tokens counts the prior tokens"

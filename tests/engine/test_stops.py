@@ -92,7 +92,8 @@ def test_a03_accept_counts_leave_out_what_lies_behind_the_stop():
 def test_a05_a_stop_inside_the_budget_wins_over_the_budget():
     whole = plain()
     index = next(i for i in range(2, 20) if whole[i] not in whole[:i])
-    for limit, length, reason in ((index + 3, index + 1, "stop"), (index + 1, index + 1, "stop"), (index, index, "length")):
+    cases = ((index + 3, index + 1, "stop"), (index + 1, index + 1, "stop"), (index, index, "length"))
+    for limit, length, reason in cases:
         out = run(replay(whole, depth=8), greedy(limit, stop_token_ids=[whole[index]]))
         assert (len(out.token_ids), out.finish_reason) == (length, reason)
 

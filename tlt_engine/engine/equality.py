@@ -1,14 +1,15 @@
 """Are two runs the same tokens? And where they are not: is it an excused tie (DESIGN section 3, docs/guarantees.md)?
 
-Row counts change the rounding of a product, so in fp32 two runs may part where two scores all but tie. A request's first
-difference is excused only if its two tokens are the two best of the plain run with scores within TIE, or a filter's cut
-lies within CUT of its threshold. After a difference the two outputs have different prefixes; the rest is not compared.
+Row counts change the rounding of a product, so in fp32 two runs may part where two scores all but tie. A request's
+first difference is excused only if its two tokens are the two best of the plain run with scores within TIE, or a
+filter's cut lies within CUT of its threshold. After a difference the two outputs have different prefixes; the rest is not compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,8 +45,8 @@ class Tie:
     def __str__(self) -> str:
         word = "excused" if self.excused else "NOT excused"
         return (
-            f"request {self.request_id} sample {self.index} token {self.position}: {self.tokens[0]} | {self.tokens[1]}, "
-            f"margin {self.margin:.2e}: {word} ({self.reason})"
+            f"request {self.request_id} sample {self.index} token {self.position}: {self.tokens[0]} | "
+            f"{self.tokens[1]}, margin {self.margin:.2e}: {word} ({self.reason})"
         )
 
 
@@ -115,7 +116,8 @@ def _compare_sample(
         return
     result.tokens += 1
     if same == min(len(x), len(y)):
-        tie = Tie(request.request_id, plain.index, same, (-1, -1), float("nan"), False, "one output goes on, the other has ended")
+        reason = "one output goes on, the other has ended"
+        tie = Tie(request.request_id, plain.index, same, (-1, -1), float("nan"), False, reason)
     else:
         tie = judge(engine, request, plain, (x[same], y[same]), same, params)
     result.differences.append(tie)
@@ -146,17 +148,20 @@ def judge(
     noisy = torch.where(scores > float("-inf"), noisy, torch.full_like(noisy, float("-inf")))
     best = torch.topk(noisy, 2).indices.tolist()
     margin = float(noisy[tokens[0]] - noisy[tokens[1]])
+    verdict = partial(Tie, request.request_id, plain.index, position, tokens, margin)
     if set(best) == set(tokens) and abs(margin) <= TIE:
-        return Tie(request.request_id, plain.index, position, tokens, margin, True, f"the two best scores lie within {TIE:g}")
-    cut = cut_distance(process_logits(logits, replace(row, top_k=None, top_p=None, min_p=None), vocab_limit=limit)[0], params)
+        return verdict(True, f"the two best scores lie within {TIE:g}")
+    unfiltered = replace(row, top_k=None, top_p=None, min_p=None)
+    cut = cut_distance(process_logits(logits, unfiltered, vocab_limit=limit)[0], params)
     if cut <= CUT:
-        return Tie(request.request_id, plain.index, position, tokens, margin, True, f"a filter's cut lies within {CUT:g}: {cut:.1e}")
-    return Tie(request.request_id, plain.index, position, tokens, margin, False, f"two best of the plain run are {best}")
+        return verdict(True, f"a filter's cut lies within {CUT:g}: {cut:.1e}")
+    return verdict(False, f"two best of the plain run are {best}")
 
 
 def cut_distance(scores: Tensor, params: SamplingParams) -> float:
-    """How near the nearest filter cut is to deciding otherwise. scores [V]: processed logits over the temperature before
-    min-p, top-k and top-p. min-p and top-p in probability, top-k in logits over temperature; inf without filters."""
+    """How near the nearest filter cut is to deciding otherwise. scores [V]: processed logits over the temperature,
+    before min-p, top-k and top-p. min-p and top-p in probability, top-k in logits over temperature; inf without
+    filters."""
     values = np.sort(scores.double().numpy())[::-1]
     values = values[np.isfinite(values)]
     distance = float("inf")

@@ -21,6 +21,7 @@ from tlt_engine.rng import KeyStream, noise_key
 from tlt_engine.scheduler.sequence import Sequence
 
 logger = logging.getLogger("tlt_engine")
+LAST_SAMPLE = 2**32 - 1  # a counter word
 REMEMBERED_IDENTITIES = 65536  # for the frozen-noise warning; oldest dropped
 
 
@@ -98,6 +99,9 @@ class Intake:
             used = taken.setdefault(request.samples[0].seq.key, set())
             if any(sample.seq.sample in used for sample in request.samples):
                 shift = max(used) + 1 - request.samples[0].seq.sample
+                if request.samples[-1].seq.sample + shift > LAST_SAMPLE:
+                    raise refuse("sample_index", f"at most {LAST_SAMPLE} for each of the equal entries of a call",
+                                 request.params.sample_index, "lower it")
                 for sample in request.samples:
                     sample.seq.sample += shift
                 self._warn(
@@ -195,7 +199,7 @@ class Intake:
             self._warn(
                 "filters",
                 "top_k / top_p / min_p renormalise the returned log-probabilities over the kept tokens: a ratio "
-                "against a trainer's full softmax is off by the kept mass; use 0 / 1 / 0 for RL, or ask for raw_logprobs",
+                "against a trainer's full softmax is off by the kept mass; use 0 / 1 / 0 for RL, or raw_logprobs",
             )
         if params.logits_processor is not None:
             self._warn(

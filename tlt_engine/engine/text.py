@@ -9,8 +9,8 @@ REPLACEMENT = "\ufffd"  # what decoders print for an incomplete UTF-8 sequence
 
 
 class IncrementalText:
-    """Decodes ids one at a time. A token's text may depend on its left neighbours (byte-level BPE, leading spaces), so a
-    short window is decoded with and without the newest ids and the difference appended (the idea is vLLM's and TGI's).
+    """Decodes ids one at a time. A token's text may depend on its left neighbours (byte-level BPE, leading spaces), so
+    a short window is decoded with and without the newest ids and the difference appended (an idea of vLLM and TGI).
     """
 
     def __init__(self, tokenizer: Any, context: Sequence[int], skip_special_tokens: bool) -> None:

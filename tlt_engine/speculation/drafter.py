@@ -19,8 +19,8 @@ class DraftContext:
     token_ids: prompt and output so far; the last one is the root of the tree to propose. Read only.
     prompt_len: how many of them are the prompt (prior output excluded).
     key, sample, segment: the noise identity; a child of a node at depth d is drawn at position len(token_ids) + d.
-    max_nodes: the most nodes, root included, that the tree may hold. max_depth: the deepest useful level: nodes below it
-    would be cut by max_tokens or the context end.
+    max_nodes: the most nodes, root included, that the tree may hold. max_depth: the deepest useful level: nodes below
+    it would be cut by max_tokens or the context end.
     """
 
     seq_id: int

@@ -32,10 +32,14 @@ class DraftTree:
         seen: set[tuple[int, int]] = set()
         for i in range(1, n):
             if not 0 <= self.parents[i] < i:
-                raise ValueError(f"DraftTree.parents[{i}]: expected a node in [0, {i}), got {self.parents[i]}; order parents first")
+                got = self.parents[i]
+                raise ValueError(f"DraftTree.parents[{i}]: expected a node in [0, {i}), got {got}; order parents first")
             edge = (self.parents[i], self.tokens[i])
             if edge in seen:
-                raise ValueError(f"DraftTree.tokens[{i}]: token {edge[1]} twice under node {edge[0]}; merge the siblings")
+                raise ValueError(
+                    f"DraftTree.tokens[{i}]: expected siblings with different tokens, got {edge[1]} twice under node "
+                    f"{edge[0]}; merge them"
+                )
             seen.add(edge)
 
     @staticmethod
@@ -65,7 +69,8 @@ def clip_tree(tree: DraftTree, root: int, max_nodes: int, max_depth: int, vocab_
             f"DraftTree.tokens[0]: expected the root {root}, the last committed token, got {tree.tokens[0]}; "
             "build the tree from DraftContext.token_ids[-1]"
         )
-    if len(tree) <= max_nodes and max(tree.depths) <= max_depth and min(tree.tokens) >= 0 and max(tree.tokens) < vocab_size:
+    known = min(tree.tokens) >= 0 and max(tree.tokens) < vocab_size
+    if known and len(tree) <= max_nodes and max(tree.depths) <= max_depth:
         return tree
     new_index = {0: 0}
     tokens, parents, depths = [root], [-1], tree.depths
