@@ -145,9 +145,7 @@ class Weights:
         """Validates the whole set with `check`, then copies in place, casting dtypes. If validation fails nothing has
         changed. Values are copied, never aliased."""
         for name, value in mapping.items():
-            if not isinstance(value, Tensor):
-                got = f"{type(value).__name__} for {name}"
-                raise ValueError(f"weights: expected torch tensors, got {got}; convert it with torch.as_tensor")
+            _check_tensor(name, value)
         report = self.check({name: tuple(value.shape) for name, value in mapping.items()}, strict=strict)
         tied_pair = self._config.tie_word_embeddings and EMBED in mapping and HEAD in mapping
         if tied_pair and not _same(mapping[EMBED], mapping[HEAD]):
@@ -178,6 +176,25 @@ class Weights:
         if HEAD in missing:
             return f"{HEAD} is needed as tie_word_embeddings is false; set it true in the config if the head is tied"
         return "send Hugging Face names, as model.named_weights() lists them; strict=False accepts a subset"
+
+
+def _check_tensor(name: str, value: object) -> None:
+    """Refuses what copy_ could not take, which would show only when half of the set is in place, or takes silently."""
+    if not isinstance(value, Tensor):
+        got = f"{type(value).__name__} for {name}"
+        raise ValueError(f"weights: expected torch tensors, got {got}; convert it with torch.as_tensor")
+    kind, remedy = "", ""
+    if hasattr(value, "full_tensor"):
+        kind, remedy = "DTensor", "gather it with full_tensor()"
+    elif value.is_meta:
+        kind, remedy = "meta tensor", "send one with data"
+    elif value.layout != torch.strided:
+        kind, remedy = f"{value.layout} tensor", "make it dense with to_dense()"
+    elif not value.is_floating_point():
+        kind, remedy = f"{value.dtype} tensor", "dequantize it"
+    if kind:
+        raise ValueError(f"weights: expected plain floating-point tensors, got a {kind} for {name}; {remedy} "
+                         "(nothing was changed)")
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
