@@ -254,6 +254,9 @@ def test_a12_stop_strings_neither_start_nor_end_within_min_tokens(letters):
     for min_tokens in (0, 1, 2, 3, 4):
         engine = tiny_engine(tokenizer=letters)
         out = engine.generate([PROMPTS[0]], replace(params, min_tokens=min_tokens))[0].outputs[0]
+        cut = engine.generate([PROMPTS[0]], replace(params, min_tokens=min_tokens), token_quota=3)
+        resumed = engine.resume(cut)[0].outputs[0]
+        assert (resumed.text, resumed.token_ids) == (out.text, out.token_ids), "a cut forgets no part of the rule"
         ends = text.find(text[1:4], min_tokens)
         assert out.text == (text if ends < 0 else text[:ends])
         assert len(out.token_ids) == (12 if ends < 0 else ends + 3)

@@ -176,6 +176,7 @@ class Mix:
     slack: int  # pages beyond what the largest request needs alone
     drafter: str
     profile: Profile
+    audit: float
     one_call: bool
 
     def num_pages(self) -> int:
@@ -237,6 +238,7 @@ def mixes(draw: st.DrawFn) -> Mix:
         draw(st.sampled_from([0, 2, 5, 40])),
         draw(st.sampled_from(["replay", "replay-tree", "adversarial", "model_free", "copy", "null", "off"])),
         draw(st.sampled_from([Profile(4, 2, 8), Profile(8, 3, 20), Profile(2, 1, 3)])),
+        draw(often(0.0, 0.0, 1.0)),
         draw(st.booleans()),
     )
 
@@ -256,7 +258,8 @@ def build(mix: Mix, known: dict) -> RolloutEngine:
     method = mix.drafter if drafter is None else "custom"
     config = EngineConfig(
         max_model_len=MAX_LEN, num_pages=mix.num_pages(), seed=5,
-        speculation=SpeculationConfig(method=method, profile=mix.profile, min_chance=0.0), **mix.config,
+        speculation=SpeculationConfig(method=method, profile=mix.profile, min_chance=0.0, audit=mix.audit),
+        **mix.config,
     )
     return RolloutEngine(hf(), config, tokenizer=Pieces(), drafter=drafter)
 
@@ -356,6 +359,8 @@ def check_mix(mix: Mix, seen: Counter) -> None:
     engine.check_integrity()
     counts = engine.stats()
     assert counts["pages"]["used"] == 0
+    assert not counts["audit"]["differing"] or seen["excused"]
+    seen["audited"] += counts["audit"]["checked"]
     seen["preemptions"] += counts["preemptions"]
     seen["accepted"] += counts["accepted_tokens"]
     seen["prefix hits"] += counts["prefix_hit_tokens"]
@@ -391,7 +396,7 @@ def test_random_mixes_equal_a_naive_loop():
     seen = run_mixes(60)
     for kind in (
         "stop NoneType", "stop int", "stop str", "length NoneType", "paused", "abort", "preemptions", "accepted",
-        "prefix hits", "forks",
+        "prefix hits", "forks", "audited",
     ):
         assert seen[kind] > 0, f"no mix reached {kind!r}: {dict(seen)}"
     assert seen["excused"] <= 3
