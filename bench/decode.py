@@ -101,21 +101,24 @@ def start(engine: RolloutEngine, batch: int, temperature: float) -> None:
         engine.step()
 
 
-def step_times(engine: RolloutEngine, batch: int, temperature: float) -> list[float]:
-    """Milliseconds of each step in which all requests decode. The last two are left out: nothing follows them."""
+def step_times(engine: RolloutEngine, batch: int, nodes: int, temperature: float) -> tuple[list[float], float]:
+    """Milliseconds of each step in which all requests decode, and of the graph alone. The last two steps are left out:
+    nothing follows them."""
     start(engine, batch, temperature)
-    times = []
+    times, forward = [], float("nan")
     while engine.num_running == batch:
         begin = time.perf_counter()
         engine.step()
         times.append((time.perf_counter() - begin) * 1e3)
+        if len(times) == 60:
+            forward = forward_ms(engine, batch, batch * nodes)
     while engine.has_unfinished():
         engine.step()
-    return times[:-2]
+    return times[:60] + times[63:-2], forward
 
 
 def forward_ms(engine: RolloutEngine, batch: int, rows: int) -> float:
-    """The graph of the step alone, by CUDA events around 20 replays."""
+    """The graph of the step just launched, by CUDA events around 20 replays on its inputs."""
     runner = engine._core.runner
     assert isinstance(runner, DeviceRunner) and runner._graphs is not None
     key = runner._graphs.buckets.choose(batch, rows)
@@ -136,9 +139,8 @@ def plain(model: LoadedModel, batches: Sequence[int], out: Path) -> dict[int, fl
     for batch in batches:
         engine = build(model, batch)
         for temperature in (0.0, 1.0):
-            times = step_times(engine, batch, temperature)
+            times, forward = step_times(engine, batch, 1, temperature)
             quartiles = statistics.quantiles(times, n=20)
-            forward = forward_ms(engine, batch, batch)
             print(f"plain  batch {batch:3d} T={temperature:.0f}: {statistics.median(times):.3f} ms a step "
                   f"[{quartiles[0]:.3f}, {quartiles[-1]:.3f}], forward {forward:.3f}", flush=True)
             if temperature == 0.0:
@@ -153,11 +155,10 @@ def verify(model: LoadedModel, cases: Sequence[tuple[int, int]], base: dict[int,
     for batch, nodes in cases:
         engine = build(model, batch, nodes)
         for temperature in (0.0, 1.0):
-            times = step_times(engine, batch, temperature)
+            times, forward = step_times(engine, batch, nodes, temperature)
             median, quartiles = statistics.median(times), statistics.quantiles(times, n=20)
             stats = engine.stats()
             rows = stats["decode_rows"] / max(stats["decode_passes"], 1)
-            forward = forward_ms(engine, batch, batch * nodes)
             print(f"verify batch {batch:3d} V={nodes} T={temperature:.0f}: {median:.3f} ms a step "
                   f"[{quartiles[0]:.3f}, {quartiles[-1]:.3f}], forward {forward:.3f}, {rows:.1f} rows a pass, accept "
                   f"length {stats['accept_length']:.2f}", flush=True)
@@ -195,7 +196,7 @@ def busy(model: LoadedModel, batch: int, nodes: int, out: Path, steps: int = 30)
     print(f"trace  batch {batch:3d} V={nodes}: period {period / 1e3:.3f} ms, GPU busy {running / whole / 1e3:.3f} ms, "
           f"idle {gap:.0f} us, {len(spans) / whole:.0f} launches a step")
     for name, times in sorted(per_kernel.items(), key=lambda item: -sum(item[1]))[:14]:
-        print(f"    {sum(times) / whole:8.1f} us a step  {len(times) / whole:6.1f} x {statistics.median(times):7.1f} us"
+        print(f"    {sum(times) / whole:8.1f} us a step  {len(times) / whole:6.1f} x {statistics.median(times):6.1f} us"
               f"  {name[:90]}")
     where = MODEL | {"batch": batch, "V": nodes}
     record("gpu", "host.us", gap, "us", where, command=COMMAND, runs=whole, folder=out)
@@ -204,38 +205,45 @@ def busy(model: LoadedModel, batch: int, nodes: int, out: Path, steps: int = 30)
 
 
 def graph_memory(model: LoadedModel, out: Path) -> None:
-    """Driver's bytes of all graphs: ours, the largest V alone, and every graph in a pool of its own."""
+    """Bytes of all graphs by the driver's count, and of the static inputs and logits that they share: ours, the largest
+    V alone, and every graph with a pool of its own. All kernels are loaded and compiled by a first round."""
+    engine = build(model, 256, 64)
+    runner = engine._core.runner
+    assert isinstance(runner, DeviceRunner) and runner._graphs is not None
+    keys = default_buckets(256, 64).keys
+    static = runner._logits.nbytes + runner._staging.bytes
+    begin = time.perf_counter()
+    engine.capture_graphs()
+    print(f"graphs: first capture of {len(keys)}, compilation included: {time.perf_counter() - begin:.1f} s")
+    engine.release_graphs()
     totals: dict[str, int] = {}
     for name, sizes in (("bucketed", NODES), ("single", NODES[-1:])):
-        engine = build(model, 256, 64)
-        runner = engine._core.runner
-        assert isinstance(runner, DeviceRunner) and runner._graphs is not None
-        runner._graphs.buckets.keys = tuple(k for k in default_buckets(256, 64).keys if k.nodes in sizes)
-        torch.cuda.synchronize()
+        runner._graphs.buckets.keys = tuple(k for k in keys if k.nodes in sizes)
         before, begin = torch.cuda.mem_get_info()[0], time.perf_counter()
         engine.capture_graphs()
         seconds = time.perf_counter() - begin
-        totals[name] = before - torch.cuda.mem_get_info()[0]
+        totals[name] = before - torch.cuda.mem_get_info()[0] + static
         report = engine.stats()["graphs"]
-        print(f"graphs {name}: {report['graphs']} in {seconds:.1f} s, {totals[name] / 1e9:.3f} GB (sum of buckets "
-              f"{report['bytes'] / 1e9:.3f})", flush=True)
+        print(f"graphs {name}: {report['graphs']} in {seconds:.1f} s, {totals[name] / 1e9:.3f} GB, of which "
+              f"{static / 1e9:.3f} static (sum of buckets {report['bytes'] / 1e9:.3f})", flush=True)
         where = MODEL | {"graphs": report["graphs"]}
         if name == "bucketed":
             record("gpu", "graphs.gb", totals[name] / 1e9, "GB", where, command=COMMAND, folder=out)
             record("gpu", "graphs.capture_s", seconds, "s", where, command=COMMAND, folder=out)
-            for key in list(runner._graphs.buckets.keys):
-                print(f"    {key}: {report['buckets'][str(key)]['bytes'] / 1e6:.1f} MB")
+            print("   ", ", ".join(f"{k} {report['buckets'][str(k)]['bytes'] / 1e6:.1f}" for k in keys), "MB")
         engine.release_graphs()
-        if name == "bucketed":
-            totals["naive"] = _unshared(runner)
-            print(f"graphs unshared: {totals['naive'] / 1e9:.3f} GB")
-        del engine, runner
-    for what in ("bucketed", "naive"):
+    runner._graphs.buckets.keys = keys
+    totals["unshared"] = _unshared(runner)
+    print(f"graphs unshared: {totals['unshared'] / 1e9:.3f} GB")
+    for what in ("bucketed", "unshared"):
         record("gpu", "graphs.ratio", totals[what] / totals["single"], "x", MODEL | {"over": "single", "what": what},
                command=COMMAND, folder=out)
+    print(f"ratio to single: {totals['bucketed'] / totals['single']:.2f}, unshared "
+          f"{totals['unshared'] / totals['single']:.2f}")
 
 
 def _unshared(runner: DeviceRunner) -> int:
+    """With static inputs and logits of its own for each graph."""
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     kept = []
@@ -246,7 +254,8 @@ def _unshared(runner: DeviceRunner) -> int:
     used = before - torch.cuda.mem_get_info()[0]
     for _, graph in kept:
         graph.release()
-    return used
+    rows = sum(key.rows for key in runner._graphs.buckets.keys)
+    return used + len(kept) * runner._staging.bytes + rows * runner._logits[0].nbytes
 
 
 def main(argv: Sequence[str] | None = None) -> None:

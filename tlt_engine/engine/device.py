@@ -5,7 +5,7 @@ Knows packed steps, addresses and streams; knows no stops and no outputs. Nothin
 processors, top log-probabilities, scoring).
 
 A plain step can be launched before the step in front of it has been read: the device turns the tokens it drew itself
-into the next inputs (`launch_ahead`). The host then handles stops and outputs while the GPU is already on the next step.
+into the next inputs (`launch_ahead`). The host then handles stops and outputs while the GPU is on the next step.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from tlt_kernels import NoiseIds, PackedTrees, RowParams, SampleResult, Walk, copy_pages, cuda
+from tlt_kernels import RowParams, SampleResult, Walk, copy_pages, cuda
 from torch import Tensor
 
+from tlt_engine.engine.layout import DeviceView, Layout, frame_sections
 from tlt_engine.engine.packing import PackedStep, StepBuffers, noise_ids, pack_step, row_params
 from tlt_engine.engine.runner import Emitted, Flight, Landed, ModelRunner, StepResult, top_logprobs
 from tlt_engine.engine.sample import Sample
-from tlt_engine.engine.staging import Frame, Results, Sections, Staging, section_bytes
+from tlt_engine.engine.staging import Frame, Results, Sections, Staging, sections_bytes
 from tlt_engine.graphs.buckets import Buckets, GraphKey
 from tlt_engine.graphs.cache import Graph, GraphCache
 from tlt_engine.graphs.capture import CapturedGraph, Capturer
@@ -33,20 +34,9 @@ from tlt_engine.scheduler.sequence import Batch, Chunk, Sequence
 from tlt_engine.speculation.tree import DraftTree
 from tlt_engine.types import MAX_NODES, StepInputs
 
-I64, I32, F32, U8 = torch.int64, torch.int32, torch.float32, torch.uint8
+I64, I32, F32 = torch.int64, torch.int32, torch.float32
+PARAMS = tuple(f.name for f in fields(RowParams) if f.name != "temperature")
 PARAM_SLACK = 1 << 20  # bytes a step for filters, biases and short histories, beside the inputs of the largest step
-
-
-def frame_sections(requests: int, rows: int, decode_rows: int, pages: int) -> Sections:
-    """The inputs of a pass and of the draw after it. depths, parents: of the draft trees; draws: position of the token
-    drawn at a row."""
-    return {
-        "token_ids": ((rows,), I64), "positions": ((rows,), I64), "slots": ((rows,), I64),
-        "ancestors": ((rows, 2), I64), "prefix_lens": ((requests,), I32), "node_indptr": ((requests + 1,), I32),
-        "causal": ((requests,), U8), "keys": ((decode_rows,), I64), "draws": ((decode_rows,), I64),
-        "samples": ((decode_rows,), I64), "segments": ((decode_rows,), I64), "temperature": ((decode_rows,), F32),
-        "parents": ((decode_rows,), I32), "depths": ((decode_rows,), I32), "page_table": ((requests, pages), I32),
-    }
 
 
 def result_sections(requests: int, rows: int, steps: int) -> Sections:
@@ -56,79 +46,13 @@ def result_sections(requests: int, rows: int, steps: int) -> Sections:
     }
 
 
-def sections_bytes(sections: Sections) -> int:
-    return sum(section_bytes(*section) for section in sections.values())
-
-
-class Layout:
-    """Where the arrays of a step of one size lie. Rows beyond the step's own belong to nobody: their K and V go to
-    `dummy_page`, which no request holds."""
-
-    def __init__(self, frame: Frame, page_size: int, dummy_page: int) -> None:
-        self.frame = frame
-        d = frame.device
-        self.inputs = StepInputs(
-            d["token_ids"], d["positions"], d["slots"], d["page_table"], d["prefix_lens"], d["node_indptr"],
-            d["ancestors"], d["causal"], logit_rows=d["positions"],  # as many as rows: all of them
-        )
-        rows = len(d["token_ids"])
-        self._pad_slots = dummy_page * page_size + np.arange(rows) % page_size
-
-    def clear(self) -> None:
-        """A step of padding alone."""
-        self._pad(0, 0, 0)
-
-    def fill(self, packed: PackedStep, ids: NoiseIds, temperature: Tensor) -> None:
-        host, step = self.frame.host, packed.inputs
-        requests, rows, drawn = len(step.prefix_lens), len(step.token_ids), packed.decode_rows
-        for name in ("token_ids", "positions", "slots", "ancestors"):
-            host[name][:rows] = getattr(step, name).numpy()
-        for name in ("page_table", "prefix_lens", "causal"):
-            host[name][:requests] = getattr(step, name).numpy()
-        host["node_indptr"][: requests + 1] = step.node_indptr.numpy()
-        for name in ("keys", "samples", "segments"):
-            host[name][:drawn] = getattr(ids, name).numpy()
-        host["draws"][:drawn] = ids.positions.numpy()
-        host["temperature"][:drawn] = temperature.numpy()
-        host["parents"][:drawn], host["depths"][:drawn] = packed.trees.parents.numpy(), packed.trees.depths.numpy()
-        self._pad(requests, rows, drawn)
-
-    def _pad(self, requests: int, rows: int, drawn: int) -> None:
-        host = self.frame.host
-        for name in ("token_ids", "positions", "ancestors"):
-            host[name][rows:] = 0
-        host["slots"][rows:] = self._pad_slots[rows:]
-        for name in ("page_table", "prefix_lens", "causal"):
-            host[name][requests:] = 0
-        host["node_indptr"][requests:] = rows
-        for name in ("keys", "samples", "segments", "draws", "temperature", "parents", "depths"):
-            host[name][drawn:] = 0
-
-    def view(self, packed: PackedStep) -> PackedStep:
-        """The step's own rows on the device, padding left out."""
-        d, requests, drawn = self.frame.device, len(packed.nodes), packed.decode_rows
-        trees = PackedTrees(
-            d["token_ids"][:drawn], d["parents"][:drawn], d["depths"][:drawn], d["ancestors"][:drawn],
-            d["node_indptr"][: requests + 1],
-        )
-        inputs = replace(
-            self.inputs, page_table=d["page_table"][:requests], prefix_lens=d["prefix_lens"][:requests],
-            node_indptr=trees.node_indptr,
-        )
-        return PackedStep(inputs, trees, packed.nodes, packed.prompt_rows)
-
-    def noise_ids(self, rows: int) -> NoiseIds:
-        d = self.frame.device
-        return NoiseIds(d["keys"][:rows], d["draws"][:rows], d["samples"][:rows], d["segments"][:rows])
-
-
 @dataclass
 class _Draw:
     """What the draw after a pass needs, and what a step ahead takes over. pages: each sequence's, as the device has
     them."""
 
-    packed: PackedStep  # on the device
-    ids: NoiseIds
+    view: DeviceView
+    nodes: np.ndarray  # rows of each request
     params: RowParams
     steps: int  # columns of the walk: the deepest node's depth + 1
     want_raw: bool
@@ -153,7 +77,7 @@ class DeviceFlight:
         self.done.synchronize()
         host, draw = self.frame.host, self.draw
         lens, tokens = host["accept_lens"].tolist(), host["tokens"].tolist()
-        starts = np.cumsum(draw.packed.nodes) - draw.packed.nodes
+        starts = np.cumsum(draw.nodes) - draw.nodes
         rows = np.maximum(host["paths"], 0) + starts[:, None]
         logprobs = host["logprobs"][rows].tolist()
         raw = host["raw"][rows].tolist() if draw.want_raw else None
@@ -184,7 +108,7 @@ class DeviceRunner(ModelRunner):
         self._staging = Staging(
             sections_bytes(frame_sections(requests, rows, rows, self._pages)) + PARAM_SLACK, self.device
         )
-        self._results = Results(sections_bytes(result_sections(requests, rows, MAX_NODES)), self.device)
+        self._results = Results(result_sections, (requests, rows, MAX_NODES), self.device)
         self._pass = CudaPass(model, kv, max_rows=rows, max_batch=requests)
         self._layouts: dict[GraphKey, Layout] = {}
         self._graphs: GraphCache | None = None
@@ -212,19 +136,12 @@ class DeviceRunner(ModelRunner):
     def _launch(self, batch: Batch, trees: Seq[DraftTree], samples: Seq[Sample]) -> Flight:
         self._follow_stream()
         self._latest = None
-        packed = pack_step(batch, trees, self.buffers, self.page_size)
-        graph, key = self._graph_for(batch, packed)
-        layout = self._layout_of(key) if key is not None else self._layout(
-            len(packed.inputs.prefix_lens), len(packed.inputs.token_ids), packed.decode_rows
-        )
-        host_params = row_params(samples, packed, self.eos_ids, self.model.config.vocab_size) if trees else None
-        self._staging.begin(layout.frame)
-        layout.fill(
-            packed, noise_ids([s.seq for s in samples], packed),
-            host_params.temperature if host_params is not None else torch.empty(0),
-        )
-        params = None if host_params is None else self._put_params(host_params, layout)
-        inputs = self._logit_rows(layout.inputs, packed)
+        graph, layout, key, packed = self._pack(batch, trees, samples)
+        params = None
+        if trees:
+            host_params = row_params(samples, packed, self.eos_ids, self.model.config.vocab_size)
+            params = self._put_params(host_params, layout)
+        inputs = self._logit_rows(layout.inputs, packed) if batch.chunks else layout.inputs
         copies = [self._staging.put(torch.tensor(pages)) for pages in zip(*batch.copies)]
         self._staging.flush()
         if copies:
@@ -237,19 +154,39 @@ class DeviceRunner(ModelRunner):
         prompt_logits = [(chunk, logits[rows]) for chunk, rows in packed.prompt_rows]
         if params is None:
             return Landed(StepResult([], prompt_logits))
-        device_step = layout.view(packed)
-        ids, drawn_logits = layout.noise_ids(packed.decode_rows), logits[: packed.decode_rows]
+        view, rows = layout.view(packed), packed.decode_rows
         if any(_needs_host(s) for s in samples):
-            emitted = self.verify(device_step, drawn_logits, ids, params, trees, samples)
-            return Landed(StepResult(emitted, prompt_logits))
-        plain = len(trees) == packed.decode_rows
-        repeatable = plain and graph is not None and params.bias_row is None and params.history_row is None
+            step = PackedStep(view.inputs, view.trees, packed.nodes, [])
+            return Landed(StepResult(self.verify(step, logits[:rows], view.ids, params, trees, samples), prompt_logits))
+        # What a step ahead may not change: biases hold until min_tokens, histories grow.
+        repeatable = len(trees) == rows and graph is not None and params.bias_row is None and params.history_row is None
         draw = _Draw(
-            device_step, ids, params, int(packed.trees.depths.max()) + 1,
+            view, packed.nodes, params, max(max(tree.depths) for tree in trees) + 1,
             any(s.request.params.raw_logprobs for s in samples), samples,
             [list(s.seq.pages) for s in samples] if repeatable else [],
         )
-        return self._draw(layout, key, draw, drawn_logits, prompt_logits, repeatable)
+        return self._draw(layout, key, draw, logits[:rows], prompt_logits, repeatable)
+
+    def _pack(
+        self, batch: Batch, trees: Seq[DraftTree], samples: Seq[Sample]
+    ) -> tuple[Graph | None, Layout, GraphKey | None, PackedStep]:
+        """Fills a layout: one of a graph, padded, or the step's own. The packed step is the host's."""
+        sequences, temperatures = [s.seq for s in samples], [s.request.params.temperature for s in samples]
+        if batch.chunks:
+            if self._graphs is not None:
+                self._graphs.count_eager("prefill")
+            packed = pack_step(batch, trees, self.buffers, self.page_size)
+            layout = self._layout(
+                len(packed.inputs.prefix_lens), len(packed.inputs.token_ids), packed.decode_rows
+            )
+            self._staging.begin(layout.frame)
+            layout.fill(packed, noise_ids(sequences, packed), np.repeat(temperatures, packed.nodes))
+            return None, layout, None, packed
+        rows = sum(len(tree.tokens) for tree in trees)
+        graph, key = self._graph_for(len(trees), rows)
+        layout = self._layout(len(trees), rows, rows) if key is None else self._layout_of(key)
+        self._staging.begin(layout.frame)
+        return graph, layout, key, layout.fill_decodes(trees, sequences, temperatures)
 
     @torch.inference_mode()
     def launch_ahead(self, flight: Flight, sequences: Seq[Sequence]) -> Flight | None:
@@ -277,15 +214,15 @@ class DeviceRunner(ModelRunner):
         self, layout: Layout, key: GraphKey | None, draw: _Draw, logits: Tensor,
         prompt_logits: list[tuple[Chunk, Tensor]], repeatable: bool,
     ) -> DeviceFlight:
-        packed = draw.packed
-        frame = self._results.open(result_sections(len(packed.nodes), len(logits), draw.steps))
+        view = draw.view
+        frame = self._results.open((len(draw.nodes), len(logits), draw.steps))
         d = frame.device
         drawn = SampleResult(d["drawn"], d["logprobs"], d["raw"] if draw.want_raw else None)
-        cuda.sample(logits, draw.ids, draw.params, vocab_limit=self.vocab_limit, out=drawn)
+        cuda.sample(logits, view.ids, draw.params, vocab_limit=self.vocab_limit, out=drawn)
         walk = Walk(d["accept_lens"], d["paths"], d["tokens"])
-        cuda.verify_tree(drawn.tokens, packed.trees, steps=draw.steps, out=walk)
+        cuda.verify_tree(drawn.tokens, view.trees, steps=draw.steps, out=walk)
         if draw.steps > 1:  # a root's KV is where it belongs
-            cuda.commit_kv(self.kv.data, packed.inputs.page_table, packed.inputs.prefix_lens, walk)
+            cuda.commit_kv(self.kv.data, view.inputs.page_table, view.inputs.prefix_lens, walk)
         done = self._results.fetch(frame)
         self._latest = DeviceFlight(layout, key, draw, frame, walk, done, prompt_logits, repeatable)
         return self._latest
@@ -309,13 +246,9 @@ class DeviceRunner(ModelRunner):
         return self._layouts[key]
 
     def _put_params(self, params: RowParams, layout: Layout) -> RowParams:
-        d = layout.frame.device
-        moved: dict[str, Tensor] = {"temperature": d["temperature"][: len(params.temperature)]}
-        for f in fields(params):
-            value = getattr(params, f.name)
-            if value is not None and f.name not in moved:
-                moved[f.name] = self._staging.put(value)
-        return RowParams(**moved)
+        temperature = layout.frame.device["temperature"][: len(params.temperature)]
+        given = {name: value for name in PARAMS if (value := getattr(params, name)) is not None}
+        return RowParams(temperature, **{name: self._staging.put(value) for name, value in given.items()})
 
     def _logit_rows(self, inputs: StepInputs, packed: PackedStep) -> StepInputs:
         wanted = packed.inputs.logit_rows
@@ -335,15 +268,12 @@ class DeviceRunner(ModelRunner):
 
     # ---------------------------------------------------------------- graphs
 
-    def _graph_for(self, batch: Batch, packed: PackedStep) -> tuple[Graph | None, GraphKey | None]:
+    def _graph_for(self, requests: int, rows: int) -> tuple[Graph | None, GraphKey | None]:
         """The graph that serves the step, captured if need be; (None, None): it runs eagerly at its own size."""
-        if self._graphs is None:
+        key = None if self._graphs is None else self._graphs.choose(requests, rows)
+        if self._graphs is None or key is None:
             return None, None
-        if batch.chunks:
-            self._graphs.count_eager("prefill")
-            return None, None
-        key = self._graphs.choose(len(batch.decodes), packed.decode_rows)
-        graph = None if key is None else self._graphs.get(key, packed.decode_rows)
+        graph = self._graphs.get(key, rows)
         return (graph, key) if graph is not None else (None, None)
 
     def _capture(self, key: GraphKey) -> CapturedGraph:

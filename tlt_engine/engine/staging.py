@@ -6,7 +6,7 @@ equal device addresses, which a captured graph relies on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 ALIGN = 16
+MAX_FRAMES = 512  # remembered sizes of results: views only, a few KB each
 NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.int64: np.dtype(np.int64), torch.int32: np.dtype(np.int32), torch.uint8: np.dtype(np.uint8),
     torch.float32: np.dtype(np.float32),
@@ -28,6 +29,10 @@ def pinned(size: int) -> Tensor:
 
 def section_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return -(-prod(shape) * dtype.itemsize // ALIGN) * ALIGN
+
+
+def sections_bytes(sections: Sections) -> int:
+    return sum(section_bytes(*section) for section in sections.values())
 
 
 def device_view(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -104,21 +109,31 @@ class Staging:
 
 class Results:
     """Device results of a step in one buffer, read back in one copy. Two host buffers: while one is read, the next
-    step's copy fills the other."""
+    step's copy fills the other. sections(*sizes): what a step of these sizes gives; largest: the sizes to allocate for.
+    """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, sections: Callable[..., Sections], largest: tuple[int, ...], device: torch.device) -> None:
+        self._sections = sections
+        size = sections_bytes(sections(*largest))
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         self._hosts = (pinned(size), pinned(size))
+        self._frames: dict[tuple[int, tuple[int, ...]], Frame] = {}
         self._turn = 0
 
     @property
     def bytes(self) -> int:
         return len(self._device)
 
-    def open(self, sections: Sections) -> Frame:
-        """Where the next step's results go. Valid until the call after the next one."""
+    def open(self, sizes: tuple[int, ...]) -> Frame:
+        """Where the next step's results go. Its host arrays are valid until the call after the next one."""
         self._turn ^= 1
-        return Frame(self._hosts[self._turn], self._device, sections)
+        key = (self._turn, sizes)
+        frame = self._frames.get(key)
+        if frame is None:
+            if len(self._frames) >= MAX_FRAMES:
+                self._frames.clear()
+            frame = self._frames[key] = Frame(self._hosts[self._turn], self._device, self._sections(*sizes))
+        return frame
 
     def fetch(self, frame: Frame) -> torch.cuda.Event:
         """Starts the copy; the frame's host arrays hold the results once the event has happened."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tlt_engine.types import MAX_NODES
 
@@ -50,7 +51,7 @@ class DraftTree:
     def chain(root: int, drafts: Sequence[int]) -> DraftTree:
         return DraftTree((root, *drafts), tuple(range(-1, len(drafts))))
 
-    @property
+    @cached_property
     def depths(self) -> tuple[int, ...]:
         depths: list[int] = []
         for parent in self.parents:
