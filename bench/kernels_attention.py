@@ -1,6 +1,6 @@
 """Tree attention on one GPU: a sweep of tilings, then bandwidth by context and rows.
 
-    PYTHONPATH=.:kernels python3 -m bench.kernels_attention --out DIR [--no-sweep]
+    PYTHONPATH=.:kernels python3 -m bench.kernels_attention --out DIR [--sweep cuda|triton]
 
 Times are CUDA-graph replays over several disjoint sets of pages, together far beyond L2, so every key comes from
 memory; medians over replays, divided by the calls in a graph. GB/s count K and V of all visible keys once, against
@@ -15,9 +15,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -25,7 +24,8 @@ from typing import Any
 
 import torch
 from tlt_kernels.triton import attention as host
-from tlt_kernels.triton.attention import Geometry, Tiling, TreeAttention, default_tiling, tile_rows
+from tlt_kernels.triton.attention import Geometry, Tiling, TreeAttention, cuda_tiling, default_tiling, tile_rows
+from tlt_kernels.triton.invariant import InvariantAttention
 
 from bench.results import record
 
@@ -117,15 +117,22 @@ def attention_of(load: Load, tiling: Tiling | None) -> TreeAttention:
     )
 
 
-def time_load(load: Load, inputs: Inputs, tiling: Tiling | None = None) -> Timing:
-    attention = attention_of(load, tiling)
+def time_load(load: Load, inputs: Inputs, tiling: Tiling | None = None, early: bool = False,
+              invariant: bool = False) -> Timing:
+    attention: Any = attention_of(load, tiling)
+    extra: dict[str, Any] = {"early": early}
+    if invariant:
+        attention, extra = InvariantAttention(
+            load.geometry, max_rows=load.batch * load.nodes, max_batch=load.batch, max_keys=load.context + load.nodes,
+            device="cuda",
+        ), {}
     step = attention.plan(inputs.tables[0], **inputs.step)
     steps = [replace(step, page_table=table) for table in inputs.tables]
     steps = steps * max(1, -(-8 // len(steps)))
 
-    def call(one: host.Step) -> Callable[[], object]:
+    def call(one: Any) -> Callable[[], object]:
         return lambda: attention.run(
-            one, inputs.q, inputs.k_cache, inputs.v_cache, scale=load.geometry.head_dim**-0.5, out=inputs.out
+            one, inputs.q, inputs.k_cache, inputs.v_cache, scale=load.geometry.head_dim**-0.5, out=inputs.out, **extra
         )
 
     return time_graph([call(one) for one in steps])
@@ -136,20 +143,26 @@ def time_plan(load: Load, inputs: Inputs) -> Timing:
     return time_graph([lambda: attention.plan(inputs.tables[0], **inputs.step)] * 20)
 
 
-@contextmanager
-def without_merge() -> Iterator[None]:
-    """Leaves the merge launch out, to see what it costs; outputs are wrong meanwhile."""
+def time_after_small_kernel(load: Load, inputs: Inputs, early: bool) -> float:
+    """What one call adds to a chain of small dependent kernels (as a step's are), microseconds."""
+    attention = attention_of(load, None)
+    step = attention.plan(inputs.tables[0], **inputs.step)
+    steps = [replace(step, page_table=table) for table in inputs.tables]
+    steps = steps * max(1, -(-8 // len(steps)))
 
-    class Nothing:
-        def __getitem__(self, grid: object) -> Callable[..., None]:
-            return lambda *args, **sizes: None
+    def small() -> None:
+        inputs.q.mul_(1.0)
 
-    kept = host.merge_kernel
-    host.merge_kernel = Nothing()
-    try:
-        yield
-    finally:
-        host.merge_kernel = kept
+    def call(one: host.Step) -> Callable[[], object]:
+        def both() -> None:
+            small()
+            attention.run(
+                one, inputs.q, inputs.k_cache, inputs.v_cache, scale=0.1, out=inputs.out, early=early
+            )
+
+        return both
+
+    return time_graph([call(one) for one in steps]).us - time_graph([small] * 64).us
 
 
 # The sweep: per tile height, loads whose rows fill it, and candidates.
@@ -167,7 +180,12 @@ def sweep_loads(block_m: int) -> dict[str, Load]:
     }
 
 
-def candidates(block_m: int) -> list[Tiling]:
+def candidates(block_m: int, cuda: bool) -> list[Tiling]:
+    if cuda and block_m == 16:
+        return [replace(cuda_tiling(16, True), stages=stages) for stages in (4, 6)]
+    if cuda:
+        fits = ((3, 1), (4, 1), (6, 1), *([(3, 2)] if block_m < 128 else []))
+        return [replace(cuda_tiling(block_m, True), stages=stages, programs=p) for stages, p in fits]
     programs = (1, 2) if block_m == 128 else (1, 2, 3) if block_m == 64 else (2, 3, 4)
     warps = {16: (2, 4), 32: (4,), 64: (4, 8), 128: (4, 8)}[block_m]
     kernels = [
@@ -216,14 +234,14 @@ def compile_all(jobs: list[tuple[Load, Tiling | None]], seconds: float) -> dict[
     return failed
 
 
-def sweep(deadline: float) -> tuple[dict[int, Tiling], list[dict[str, Any]]]:
+def sweep(deadline: float, cuda: bool) -> tuple[dict[int, Tiling], list[dict[str, Any]]]:
     """Best tiling by tile height (least geometric mean of time over the loads), and every measurement."""
     jobs: dict[tuple[int, int, int, int], tuple[Load, Tiling | None]] = {}
     for block_m in SWEEP_NODES:
-        for t in candidates(block_m):
+        for t in candidates(block_m, cuda):
             jobs.setdefault((block_m, t.block_n, t.warps, t.stages), (sweep_loads(block_m)["4x2k"], t))
     began = time.monotonic()
-    failed = compile_all(list(jobs.values()), 75)
+    failed = {} if cuda else compile_all(list(jobs.values()), 75)
     bad = {key: failed[job] for key, job in jobs.items() if job in failed}
     print(f"compiled {len(jobs) - len(bad)} of {len(jobs)} kernels in {time.monotonic() - began:.0f} s")
     for key, error in list(bad.items())[:8]:
@@ -232,16 +250,16 @@ def sweep(deadline: float) -> tuple[dict[int, Tiling], list[dict[str, Any]]]:
     rows: list[dict[str, Any]] = []
     for i, block_m in enumerate(SWEEP_NODES):
         until = time.monotonic() + (deadline - time.monotonic()) / (len(SWEEP_NODES) - i)
-        shown = sweep_height(block_m, bad, until, rows)
+        usable = [
+            t for t in candidates(block_m, cuda) if (block_m, t.block_n, t.warps, t.stages) not in bad
+        ]
+        shown = sweep_height(block_m, usable, until, rows)
         if shown:
             best[block_m] = shown[0]
     return best, rows
 
 
-def sweep_height(
-    block_m: int, bad: dict[tuple[int, int, int, int], str], until: float, rows: list[dict[str, Any]]
-) -> list[Tiling]:
-    usable = [t for t in candidates(block_m) if (block_m, t.block_n, t.warps, t.stages) not in bad]
+def sweep_height(block_m: int, usable: list[Tiling], until: float, rows: list[dict[str, Any]]) -> list[Tiling]:
     times: dict[Tiling, dict[str, float]] = {t: {} for t in usable}
     loads = sweep_loads(block_m)
     for j, (name, load) in enumerate(loads.items()):
@@ -267,7 +285,7 @@ def sweep_height(
             f"{name} {us:.1f} ({Timing(us, us, us).share(loads[name]):.2f})" for name, us in complete[tiling].items()
         )
         t = tiling
-        print(f"  {label:6} N{t.block_n} w{t.warps} s{t.stages} p{t.programs} min{t.min_blocks}: {cells}")
+        print(f"  {label:6} {t.kernels} N{t.block_n} w{t.warps} s{t.stages} p{t.programs} min{t.min_blocks}: {cells}")
     return ranked
 
 
@@ -277,7 +295,7 @@ def sweep_height(
 def bandwidth(best: dict[int, Tiling], out: Path, deadline: float) -> None:
     contexts = {4096: 8, 16384: 2, 32768: 1, 131072: 1}
     nodes = (1, 2, 4, 9, 16, 18, 32)
-    print("share of 4.13 TB/s, 28/4 heads of 128, bf16 (us):  " + "  ".join(f"V={v}" for v in nodes))
+    print("share of 4.13 TB/s, 28/4 heads of 128, bf16 (us; early):  " + "  ".join(f"V={v}" for v in nodes))
     for context, batch in contexts.items():
         cells = []
         plain_us = 0.0
@@ -286,16 +304,39 @@ def bandwidth(best: dict[int, Tiling], out: Path, deadline: float) -> None:
                 print("  out of time")
                 return
             load = Load(batch, v, context)
-            timing = time_load(load, Inputs(load), best.get(load.block_m))
+            inputs = Inputs(load)
+            timing = time_load(load, inputs, best.get(load.block_m))
+            early = time_load(load, inputs, best.get(load.block_m), early=True)
             plain_us = plain_us or timing.us
-            cells.append(f"{timing.share(load):.2f} ({timing.us:.1f})")
+            cells.append(f"{timing.share(load):.2f} ({timing.us:.1f}; {early.us:.1f})")
             params = {"context": context, "V": v, "G": 7, "batch": batch}
             save(out, "attention.bandwidth_share", timing.share(load), "", params, timing)
+            save(out, "attention.bandwidth_share", early.share(load), "", params | {"early": True}, early)
             if context == 32768 and v == 16:
                 ratio = timing.us / plain_us
                 print(f"  V=16 over V=1 at 32k: {ratio:.3f}")
                 save(out, "attention.tree_ratio", ratio, "x", {"context": context, "V": 16, "G": 7}, timing)
+            if v in (1, 16):
+                after = [time_after_small_kernel(load, inputs, early) for early in (False, True)]
+                print(f"  {batch}x{context} V={v} behind a small kernel: +{after[0]:.1f} us, early +{after[1]:.1f}")
         print(f"  {batch}x{context}: " + "  ".join(cells))
+
+
+def invariant_price(out: Path, deadline: float) -> None:
+    """The batch-invariant kernels beside the default ones."""
+    shapes = [(1, 512, 1), (1, 4096, 1), (64, 512, 1), (64, 1024, 1)]
+    shapes += [(8, 4096, 1), (8, 4096, 16), (1, 32768, 1), (1, 32768, 16)]
+    loads = {f"{b}x{c} V={v}": Load(b, v, c) for b, c, v in shapes}
+    loads["prefill 1x4096 at 0"] = Load(1, 4096, 0, causal=True)
+    for name, load in loads.items():
+        if time.monotonic() > deadline:
+            print("  out of time")
+            return
+        inputs = Inputs(load)
+        default, fixed = time_load(load, inputs), time_load(load, inputs, invariant=True)
+        print(f"  invariant {name}: {fixed.us:.1f} us, default {default.us:.1f}")
+        params = {"context": load.context, "V": load.nodes, "batch": load.batch}
+        save(out, "attention.invariant_us", fixed.us, "us", params, fixed)
 
 
 def save(out: Path, metric: str, value: float, unit: str, params: dict[str, Any], timing: Timing) -> None:
@@ -311,12 +352,11 @@ def peers(best: dict[int, Tiling], out: Path) -> None:
     tiling = best.get(load.block_m)
     timing = time_load(load, inputs, tiling)
     save(out, "attention.us", timing.us, "us", {"input": "peers"}, timing)
-    with without_merge():
-        attend = time_load(load, inputs, tiling)
+    early = time_load(load, inputs, tiling, early=True)
     plan = time_plan(load, inputs)
     print(
-        f"peers input (FlashInfer 74 us): {timing.us:.2f} us [{timing.low:.2f}, {timing.high:.2f}], "
-        f"without the merge launch {attend.us:.2f}; plan, once a step: {plan.us:.2f} us"
+        f"peers input (FlashInfer 74 us): {timing.us:.2f} us [{timing.low:.2f}, {timing.high:.2f}], early "
+        f"{early.us:.2f}; plan, once a step: {plan.us:.2f} us"
     )
 
 
@@ -360,7 +400,7 @@ def others(deadline: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON files")
-    parser.add_argument("--no-sweep", action="store_true", help="measure the default tilings only")
+    parser.add_argument("--sweep", choices=["cuda", "triton", "none"], default="none", help="none: default tilings")
     parser.add_argument("--seconds", type=float, default=190.0, help="stop starting new measurements after this long")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -368,12 +408,13 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     best: dict[int, Tiling] = {}
-    if not args.no_sweep:
-        best, rows = sweep(began + args.seconds * 0.65)
+    if args.sweep != "none":
+        best, rows = sweep(began + args.seconds * 0.65, args.sweep == "cuda")
         (args.out / "attention_sweep.json").write_text(json.dumps(rows, indent=0))
     for part in (
         lambda: peers(best, args.out),
         lambda: bandwidth(best, args.out, began + args.seconds * 0.85),
+        lambda: invariant_price(args.out, began + args.seconds),
         lambda: others(began + args.seconds),
     ):
         try:

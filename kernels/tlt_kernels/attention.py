@@ -39,7 +39,7 @@ def _check_rows(name: str, rows: Tensor, shape: dict[str, int | None]) -> None:
 def tree_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, prefix_lens: Tensor, node_indptr: Tensor,
     ancestors: Tensor, causal: Tensor, positions: Tensor, *, scale: float, window: int = 0,
-    out: Tensor | None = None, backend: BackendName | None = None,
+    out: Tensor | None = None, invariant: bool = False, backend: BackendName | None = None,
 ) -> Tensor:
     """[R, Hq, D] in q's dtype; sums in fp32.
 
@@ -53,8 +53,9 @@ def tree_attention(
     is its index, a node's is positions[row] (its depth counts, not its index in the tree).
     scale: factor of the scores, usually D ** -0.5. out: written and returned when given, contiguous as q.
 
-    "cpp" depends, bit for bit, only on a row's own q and on the keys and values that it sees, in order: not on the
-    batch, the threads, the chunking, nor on whether a key is a committed one or a tree node.
+    invariant: take kernels whose output depends, bit for bit, only on a row's own q and on the keys and values that it
+    sees, in order: not on the batch, the threads, the chunking, nor on whether a key is a committed one or a tree
+    node. "cpp" always does, "triton" has its own kernels for it, "reference" refuses.
     Raises ValueError for wrong shapes, types, page ids or more than 128 nodes in a tree.
     """
     _check_rows("q", q, {"R": None, "Hq": None, "D": None})
@@ -80,6 +81,11 @@ def tree_attention(
     if out is not None:
         check("out", out, q.dtype, {"R": rows, "Hq": heads, "D": dim}, q.device)
     picked = choose("tree_attention", backend, q.device, cuda=("triton", "reference"))
+    if invariant and picked == "reference":
+        raise ValueError(
+            "tree_attention: invariant: expected a backend whose bits are fixed ('cpp', 'triton'), got 'reference'; "
+            "pass one of these"
+        )
     if picked == "reference":
         result = reference.tree_attention(
             q, k_cache, v_cache, page_table, prefix_lens, node_indptr, ancestors, causal, positions, scale=scale,
@@ -87,9 +93,11 @@ def tree_attention(
         )
         return result if out is None else out.copy_(result)
     if picked == "triton":
-        from tlt_kernels.triton import attention as triton_backend  # Triton is an optional extra
+        from tlt_kernels.triton import attention  # Triton is an optional extra
+        from tlt_kernels.triton import invariant as fixed
 
-        return triton_backend.tree_attention(
+        run = fixed.invariant_attention if invariant else attention.tree_attention
+        return run(
             q, k_cache, v_cache, page_table, prefix_lens, node_indptr, ancestors, causal, positions, scale=scale,
             window=window, out=out,
         )

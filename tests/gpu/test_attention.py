@@ -45,11 +45,13 @@ def plain(case: Case) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
 
 
-def run(case: Case, window: int = 0) -> Tensor:
+def run(case: Case, window: int = 0, cuda: bool | None = None) -> Tensor:
     from tlt_kernels.triton.attention import tree_attention
 
     out = torch.full_like(case.q, float("nan"))
-    return tree_attention(case.q, case.k_cache, case.v_cache, **case.step, scale=case.scale, window=window, out=out)
+    return tree_attention(
+        case.q, case.k_cache, case.v_cache, **case.step, scale=case.scale, window=window, out=out, cuda=cuda
+    )
 
 
 def worst(out: Tensor, wanted: Tensor, rows: int) -> float:
@@ -71,6 +73,76 @@ def test_every_shape_equals_the_definition(head_dim: int, group: int, dtype: tor
         if not error < BOUND[dtype]:
             wrong[name] = error
     assert not wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("group", [1, 4, 7, 8])
+@pytest.mark.parametrize("page", [16, 48, 64])
+def test_triton_where_the_cuda_kernels_are_the_default(page: int, group: int, dtype: torch.dtype) -> None:
+    """And the CUDA kernels on other pages than 16 keys, which test_every_shape covers."""
+    case = make_case([*MIXED, (1003, 33, False)], heads=2 * group, kv_heads=2, head_dim=128, page=page, dtype=dtype,
+                     seed=group).to("cuda")
+    wanted = expected(case)
+    assert worst(run(case, cuda=False), wanted, len(case.q)) < BOUND[dtype]
+    trees = make_case([(1000, 1, False), (65, 90, True), (0, 0, False), (64, 33, False), (1003, 120, False)],
+                      heads=2 * group, kv_heads=2, head_dim=128, page=page, dtype=dtype, seed=group).to("cuda")
+    assert worst(run(trees, cuda=True), expected(trees), len(trees.q)) < BOUND[dtype]
+
+
+def test_strided_caches_and_rows_of_a_wider_product() -> None:
+    case = make_case([(900, 16, False), (5, 3, False)], heads=28, kv_heads=4, head_dim=128, page=16,
+                     dtype=torch.bfloat16).to("cuda")
+    wanted = expected(case)
+    qkv = torch.randn(len(case.q), 36, 128, dtype=case.q.dtype, device="cuda")
+    qkv[:, :28] = case.q
+    wide = torch.stack([case.k_cache, case.v_cache, case.k_cache], 2)
+    strided = Case(qkv[:, :28], wide[:, :, 0], wide[:, :, 1], case.step, case.scale)
+    out = torch.full_like(case.q, float("nan"))
+    from tlt_kernels.triton.attention import tree_attention
+
+    tree_attention(strided.q, strided.k_cache, strided.v_cache, **case.step, scale=case.scale, out=out, cuda=True)
+    assert worst(out, wanted, len(case.q)) < BOUND[torch.bfloat16]
+
+
+def test_layers_behind_one_another_may_start_early() -> None:
+    """A chain of layers as the engine launches it: a small kernel writes q and the step's own keys, then attention
+    that may start before it has ended. Sixty layers in a graph, ten replays; each output must be that of its layer."""
+    from tlt_kernels.triton.attention import Geometry, TreeAttention
+
+    case = make_case([(3000, 16, False), (700, 16, False), (40, 1, False)], heads=28, kv_heads=4, head_dim=128, page=16,
+                     dtype=torch.bfloat16).to("cuda")
+    wanted = expected(case)
+    attention = TreeAttention(Geometry(28, 4, 128, 16, case.q.dtype), max_rows=33, max_batch=3, device="cuda")
+    slots = torch.cat([
+        case.step["page_table"][b, torch.arange(p, p + n, device="cuda") // 16].long() * 16
+        + torch.arange(p, p + n, device="cuda") % 16
+        for b, (p, n) in enumerate([(3000, 16), (700, 16), (40, 1)])
+    ])
+    own_k, own_v = (cache.view(-1, 4, 128)[slots].clone() for cache in (case.k_cache, case.v_cache))
+    q = torch.empty_like(case.q)
+    outs = torch.empty(60, *case.q.shape, dtype=q.dtype, device="cuda")
+
+    def launch() -> None:
+        step = attention.plan(**case.step)
+        for layer in range(60):
+            q.fill_(9.0)
+            case.k_cache.view(-1, 4, 128).index_fill_(0, slots, 7.0)
+            case.v_cache.view(-1, 4, 128).index_fill_(0, slots, 7.0)
+            case.k_cache.view(-1, 4, 128).index_copy_(0, slots, own_k)
+            case.v_cache.view(-1, 4, 128).index_copy_(0, slots, own_v)
+            q.copy_(case.q)
+            attention.run(step, q, case.k_cache, case.v_cache, scale=case.scale, out=outs[layer], early=True)
+
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for _ in range(10):
+        outs.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        assert worst(outs[0], wanted, 33) < BOUND[torch.bfloat16]
 
 
 @pytest.mark.parametrize("page", [1, 16, 32, 48, 64])

@@ -75,3 +75,45 @@ def make_case(
     }
     q = torch.randn(rows + padding_rows, heads, head_dim, generator=draw).to(dtype)
     return Case(q, caches[0].to(dtype), caches[1].to(dtype), step, head_dim**-0.5)
+
+
+def paths(case: Case) -> list[tuple[int, list[int]]]:
+    """(request, logical slots that the row sees, in path order) of every row that has a request."""
+    found: list[tuple[int, list[int]]] = []
+    bounds = case.step["node_indptr"].tolist()
+    for b, prefix in enumerate(case.step["prefix_lens"].tolist()):
+        for node, words in enumerate(case.step["ancestors"][bounds[b] : bounds[b + 1]].tolist()):
+            low, high = (word % (1 << 64) for word in words)
+            seen = (1 << node + 1) - 1 if case.step["causal"][b] else low | high << 64
+            found.append((b, [*range(prefix), *(prefix + i for i in range(seen.bit_length()) if seen >> i & 1)]))
+    return found
+
+
+def each_row_alone(case: Case, rows: list[int], seed: int = 99) -> Case:
+    """Plain decoding of the chosen rows: a request for each, whose path is committed but for its last key, in order,
+    in other pages; what no path holds is NaN."""
+    draw = torch.Generator().manual_seed(seed)
+    page, known = case.k_cache.shape[1], paths(case)
+    chosen = [known[row] for row in rows]
+    needed = [-(-len(slots) // page) for _, slots in chosen]
+    order = torch.randperm(sum(needed) + 1, generator=draw).int()
+    table = torch.zeros(len(rows), max(needed), dtype=torch.int32)
+    caches = torch.full((2, len(order), *case.k_cache.shape[1:]), float("nan"), dtype=case.q.dtype)
+    taken = 0
+    for i, (b, slots) in enumerate(chosen):
+        pages = order[taken : taken + needed[i]]
+        table[i, : needed[i]] = pages
+        at, to = torch.tensor(slots), torch.arange(len(slots))
+        source = case.step["page_table"][b, at // page].long(), at % page
+        caches[:, pages[to // page].long(), to % page] = torch.stack([case.k_cache[source], case.v_cache[source]])
+        taken += needed[i]
+    lengths = torch.tensor([len(slots) for _, slots in chosen])
+    step = {
+        "page_table": table,
+        "prefix_lens": (lengths - 1).int(),
+        "node_indptr": torch.arange(len(rows) + 1).int(),
+        "ancestors": torch.tensor([[1, 0]] * len(rows)),
+        "causal": torch.zeros(len(rows), dtype=torch.uint8),
+        "positions": lengths - 1,
+    }
+    return Case(case.q[rows].contiguous(), caches[0], caches[1], step, case.scale)

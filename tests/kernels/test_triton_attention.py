@@ -1,4 +1,4 @@
-"""Runs triton_attention_interpreted.py under Triton's interpreter, in a process of its own: TRITON_INTERPRET counts
+"""Runs triton_*_interpreted.py under Triton's interpreter, in a process of its own: TRITON_INTERPRET counts
 when triton is first imported, and this process may have imported it for real."""
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.slow
-def test_kernels_under_the_interpreter() -> None:
-    tests = Path(__file__).with_name("triton_attention_interpreted.py")
+@pytest.mark.parametrize("name", ["triton_attention_interpreted.py", "triton_invariant_interpreted.py"])
+def test_kernels_under_the_interpreter(name: str) -> None:
+    tests = Path(__file__).with_name(name)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(tests)]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     ran = subprocess.run(

@@ -8,6 +8,8 @@
 Both calls launch kernels and nothing else: no synchronization, no allocation when `out` is given, and grids that
 depend on shapes alone (R, B), so a captured graph replays with other lengths, trees and pages. Checks shapes of the
 geometry only; `tlt_kernels.attention.tree_attention` is the checked public op. Knows neither models nor requests.
+Two sets of kernels share the schedule: Triton's, for every geometry and for prefill, and those of
+csrc/cuda/attention.cuh, for trees of 16-bit heads of 128 over pages of a multiple of 16 keys.
 Shape legend: R packed rows, B requests, T tiles, W work items (see `attention_kernels`).
 """
 
@@ -15,16 +17,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
 from torch import Tensor
 
+from tlt_kernels.backend import current_stream, extension
 from tlt_kernels.triton.attention_kernels import RECORD, attend_kernel, merge_kernel, schedule_kernel
 
 LOG2_E = math.log2(math.e)
 INTERPRETED = 4  # multiprocessors to split for where there is no GPU: enough for the merge to have work
 MAX_GROUP = 128  # rows of the largest tile: query heads of one KV head
+MAX_TREE = 128  # nodes a request may have: steps of more rows a request on average are prefill
+CUDA_DTYPES = {torch.bfloat16: 1, torch.float16: 2}  # csrc/cuda/sample.h, Dtype
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,20 @@ class Geometry:
     def block_d(self) -> int:
         return max(16, triton.next_power_of_2(self.head_dim))
 
+    @property
+    def has_cuda(self) -> bool:
+        """Is this a geometry of csrc/cuda/attention.cuh, and is that built?"""
+        fits = self.head_dim == 128 and self.dtype in CUDA_DTYPES and self.page % 16 == 0 and self.window == 0
+        return fits and bool(extension().with_cuda)
+
 
 @dataclass(frozen=True)
 class Tiling:
     """Sizes of the kernels for one tile height. block_n keys a block; programs per multiprocessor that the schedule
     splits the work for; an item holds at least min_blocks blocks, below which merging costs more than it spreads.
     stages: 3 hold one block of K and V in flight, 5 two, 7 three, since page ids must arrive a stage before the keys.
+    kernels: "cuda" (csrc/cuda/attention.cuh) and "hopper" (csrc/cuda/hopper) have blocks of 16 keys here, warps fixed
+    by the tile, and 3, 4 or 6 stages.
     """
 
     block_n: int
@@ -72,6 +86,7 @@ class Tiling:
     stages: int
     programs: int
     min_blocks: int
+    kernels: Literal["triton", "cuda", "hopper"] = "triton"
 
 
 def tile_rows(geometry: Geometry, rows: int, batch: int) -> int:
@@ -95,6 +110,16 @@ def default_tiling(geometry: Geometry, block_m: int) -> Tiling:
     if block_m == 64:
         return Tiling(block_n, warps=4, stages=3, programs=2, min_blocks=4)
     return Tiling(block_n, warps=8, stages=3 if wide else 5, programs=1, min_blocks=4)
+
+
+def cuda_tiling(block_m: int, hopper: bool) -> Tiling:
+    """Found as `default_tiling`: one block of threads for each multiprocessor, so that all items end together."""
+    if block_m == 16:
+        return Tiling(block_n=16, warps=4, stages=6, programs=1, min_blocks=8, kernels="cuda")
+    if hopper:
+        stages, programs = (3, 2) if block_m <= 64 else (4, 1)
+        return Tiling(16, 4 if block_m <= 64 else 8, stages, programs, min_blocks=8, kernels="hopper")
+    return Tiling(block_n=16, warps=4 if block_m == 32 else 8, stages=3, programs=1, min_blocks=8, kernels="cuda")
 
 
 @dataclass(frozen=True)
@@ -121,29 +146,37 @@ class TreeAttention:
 
     The schedule of the last `plan` call and the parts of the last `run` lie in it: use one stream, run a step before
     the next is planned. Graphs of other sizes may share it, since each replays its own plan first.
-    tiling: in place of `default_tiling`. multiprocessors: how many to split the work for; default the device's.
+    tiling: in place of the defaults. multiprocessors: how many to split the work for; default the device's.
+    cuda: may the CUDA kernels run? None: where they exist (`Geometry.has_cuda`). They need scale > 0.
     """
 
     def __init__(
         self, geometry: Geometry, *, max_rows: int, max_batch: int, device: torch.device | str,
-        tiling: Tiling | None = None, multiprocessors: int | None = None,
+        tiling: Tiling | None = None, multiprocessors: int | None = None, cuda: bool | None = None,
     ) -> None:
         self.geometry = geometry
         self.max_rows = max_rows
         self.max_batch = max_batch
         self.device = torch.device(device)
         self.tiling = tiling
+        self.cuda = self.device.type == "cuda" and geometry.has_cuda if cuda is None else cuda
+        self.hopper = (
+            self.cuda and bool(extension().with_hopper) and torch.cuda.get_device_capability(self.device) == (9, 0)
+        )
         if multiprocessors is None:
             multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.multiprocessors = multiprocessors
         items = tiles = parts = stats = 0
-        largest = max(tile_rows(geometry, max_rows, 1), tile_rows(geometry, 1, 1))
+        largest = max(tile_rows(geometry, max_rows, 1), tile_rows(geometry, 1, 1), 64 if self.hopper else 16)
         block_m = tile_rows(geometry, 1, 1)
         while block_m <= largest:
-            slots, max_tiles, max_items = self._sizes(max_rows, max_batch, block_m)
-            items, tiles = max(items, max_items), max(tiles, max_tiles)
-            parts = max(parts, slots * geometry.kv_heads * block_m * geometry.head_dim)
-            stats = max(stats, slots * geometry.kv_heads * block_m * 2)
+            for one in (default_tiling(geometry, block_m), cuda_tiling(block_m, self.hopper), tiling):
+                if one is None:
+                    continue
+                slots, max_tiles, max_items = self._sizes(max_rows, max_batch, block_m, one)
+                items, tiles = max(items, max_items), max(tiles, max_tiles)
+                parts = max(parts, slots * geometry.kv_heads * block_m * geometry.head_dim)
+                stats = max(stats, slots * geometry.kv_heads * block_m * 2)
             block_m *= 2
         self._items = torch.empty(items, RECORD, dtype=torch.int32, device=self.device)
         self._tiles = torch.empty(tiles, RECORD, dtype=torch.int32, device=self.device)
@@ -155,12 +188,20 @@ class TreeAttention:
         buffers = (self._items, self._tiles, self._parts, self._stats)
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
-    def _tiling(self, block_m: int) -> Tiling:
-        return self.tiling or default_tiling(self.geometry, block_m)
+    def _tiling(self, rows: int, batch: int) -> tuple[int, Tiling]:
+        """M and the sizes for a step of this shape."""
+        block_m = tile_rows(self.geometry, rows, batch)
+        if self.tiling is not None:
+            tiling = self.tiling
+        elif self.cuda and rows <= MAX_TREE * batch:
+            tiling = cuda_tiling(block_m, self.hopper)
+        else:
+            tiling = default_tiling(self.geometry, block_m)
+        return max(block_m, 64) if tiling.kernels == "hopper" else block_m, tiling
 
-    def _sizes(self, rows: int, batch: int, block_m: int) -> tuple[int, int, int]:
+    def _sizes(self, rows: int, batch: int, block_m: int, tiling: Tiling) -> tuple[int, int, int]:
         """Slots for split items, and upper bounds of tiles and items for any division of `rows` among requests."""
-        slots = max(1, self.multiprocessors * self._tiling(block_m).programs // self.geometry.kv_heads)
+        slots = max(1, self.multiprocessors * tiling.programs // self.geometry.kv_heads)
         max_tiles = min(rows // (block_m // self.geometry.group) + batch, rows)
         return slots, max_tiles, max(slots, max_tiles)
 
@@ -176,9 +217,8 @@ class TreeAttention:
                 "the plan object for the largest step"
             )
         geometry = self.geometry
-        block_m = tile_rows(geometry, rows, batch)
-        tiling = self._tiling(block_m)
-        slots, max_tiles, max_items = self._sizes(rows, batch, block_m)
+        block_m, tiling = self._tiling(rows, batch)
+        slots, max_tiles, max_items = self._sizes(rows, batch, block_m, tiling)
         nodes_per_tile = block_m // geometry.group
         if batch > 0:
             schedule_kernel[(batch,)](
@@ -192,10 +232,16 @@ class TreeAttention:
         )
 
     def run(
-        self, step: Step, q: Tensor, k_cache: Tensor, v_cache: Tensor, *, scale: float, out: Tensor | None = None
+        self, step: Step, q: Tensor, k_cache: Tensor, v_cache: Tensor, *, scale: float, out: Tensor | None = None,
+        early: bool = False,
     ) -> Tensor:
         """[R, Hq, D] of one layer, contiguous. q [R, Hq, D] dense within a row; caches [P, page, Hkv, D] of equal
-        strides. Rows beyond node_indptr[B] are not written."""
+        strides. Rows beyond node_indptr[B] are not written.
+
+        early: the kernel launched just before this one on the stream may still run when the first keys are read: the
+        caller says that it writes neither a committed key, nor the schedule, nor the page table, and that it started
+        after those were complete (true of the kernel that writes the step's own keys). The CUDA kernels then begin
+        to read while it ends; Triton's ignore it."""
         geometry = self.geometry
         shape = (step.rows, geometry.heads, geometry.head_dim)
         cache_shape = (k_cache.shape[0], geometry.page, geometry.kv_heads, geometry.head_dim)
@@ -210,6 +256,9 @@ class TreeAttention:
         if step.rows == 0:
             return out
         tiling = step.tiling
+        if tiling.kernels != "triton":
+            self._run_cuda(step, q, k_cache, v_cache, scale, out, early)
+            return out
         attend_kernel[(step.max_items, geometry.kv_heads)](
             q, k_cache, v_cache, step.page_table, step.prefix_lens, step.node_indptr, step.ancestors, step.causal,
             step.positions, self._items, out, self._parts, self._stats, scale * LOG2_E, q.stride(0), q.stride(1),
@@ -224,16 +273,44 @@ class TreeAttention:
         )
         return out
 
+    def _run_cuda(
+        self, step: Step, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, out: Tensor, early: bool
+    ) -> None:
+        geometry = self.geometry
+        strides = k_cache.stride()[:3]
+        aligned = not any(stride % 8 for stride in strides) and k_cache.data_ptr() % 16 == v_cache.data_ptr() % 16 == 0
+        if not aligned or q.stride(0) % 2 or q.data_ptr() % 4 or scale <= 0:
+            raise ValueError(
+                f"k_cache, v_cache, q, scale: expected rows at 16-byte borders, q's at 4-byte borders and scale > 0, "
+                f"got strides {k_cache.stride()}, {q.stride()} and scale {scale}; make TreeAttention with cuda=False"
+            )
+        tensors = (
+            q, k_cache, v_cache, step.page_table, step.ancestors, self._items, self._tiles, out, self._parts,
+            self._stats,
+        )
+        sizes = (
+            q.stride(0), *strides, step.page_table.stride(0), geometry.page, geometry.group, geometry.kv_heads,
+            step.nodes_per_tile, step.max_items, step.max_tiles, step.block_m, step.tiling.stages, int(early),
+            int(step.tiling.kernels == "hopper"),
+        )
+        extension().cuda_tree_attention(
+            [tensor.data_ptr() for tensor in tensors], sizes, scale * LOG2_E, CUDA_DTYPES[geometry.dtype],
+            stream=current_stream(self.device),
+        )
+
 
 def tree_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, prefix_lens: Tensor, node_indptr: Tensor,
     ancestors: Tensor, causal: Tensor, positions: Tensor, *, scale: float, window: int = 0, out: Tensor | None = None,
+    cuda: bool | None = None,
 ) -> Tensor:
-    """One layer without a kept plan: the "triton" backend of `tlt_kernels.attention.tree_attention`, which checks."""
+    """One layer without a kept plan: the "triton" backend of `tlt_kernels.attention.tree_attention`, which checks.
+    cuda: as TreeAttention's; by default never for scale <= 0."""
     _, page, kv_heads, head_dim = k_cache.shape
     attention = TreeAttention(
         Geometry(q.shape[1], kv_heads, head_dim, page, q.dtype, window), max_rows=q.shape[0],
         max_batch=len(prefix_lens), device=q.device, multiprocessors=None if q.is_cuda else INTERPRETED,
+        cuda=False if scale <= 0 else cuda,
     )
     step = attention.plan(page_table, prefix_lens, node_indptr, ancestors, causal, positions)
     return attention.run(step, q, k_cache, v_cache, scale=scale, out=out)

@@ -24,8 +24,9 @@ def schedule_kernel(
     prefix_lens, node_indptr, causal, items, tiles, batch, slots, max_items, max_tiles, nodes_per_tile,
     BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, BATCH: tl.constexpr,
 ):
-    """Program b writes the records of request b: items [W, 8] (request, first node, first block, end block, splits)
-    and tiles [T, 8] (first row, nodes, first item, item stride, splits). The last one clears the unused tails.
+    """Program b writes the records of request b: items [W, 8] (request, first node, first block, end block, splits,
+    the request's first row, its nodes * 2 + chunked, its committed keys) and tiles [T, 8] (first row, nodes, first
+    item, item stride, splits, request, first node). The last one clears the unused tails.
 
     Every program finds the same chunk: the least number of blocks an item may hold such that all items together fit
     the slots. That is a bisection over registers, ~2 us once a step, where a host plan would need the lengths there.
@@ -81,6 +82,9 @@ def schedule_kernel(
         tl.store(record + 2, first_block + n_blocks * split // splits, mask=ok)
         tl.store(record + 3, first_block + n_blocks * (split + 1) // splits, mask=ok)
         tl.store(record + 4, splits + i * 0, mask=ok)
+        tl.store(record + 5, row + i * 0, mask=ok)
+        tl.store(record + 6, n_nodes * 2 + tl.where(chunked, 1, 0) + i * 0, mask=ok)
+        tl.store(record + 7, keys + i * 0, mask=ok)
     for start in range(0, n_tiles, 128):
         i = start + step
         record = tiles + (first_tile + i) * 8
@@ -91,6 +95,8 @@ def schedule_kernel(
         tl.store(record + 2, first_item + i, mask=ok)
         tl.store(record + 3, n_tiles + i * 0, mask=ok)
         tl.store(record + 4, splits + i * 0, mask=ok)
+        tl.store(record + 5, b + i * 0, mask=ok)
+        tl.store(record + 6, node, mask=ok)
 
     if b == batch - 1:
         for start in range(first_item + n_tiles * splits, max_items, 128):
