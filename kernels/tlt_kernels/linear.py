@@ -5,17 +5,30 @@ Knows neither models nor layers. Shape legend: R packed rows, K input features, 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_kernels.backend import BackendName, choose, extension, threads
+from tlt_kernels import cuda
+from tlt_kernels.activation import silu_mul as activate
+from tlt_kernels.backend import BackendName, choose, current_stream, extension, threads
 from tlt_kernels.checks import check
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
+# Up to here "cuda" is faster than cuBLAS. H200, products of 28 layers and the head of a 7B model in one graph, ms,
+# "cuda" against cuBLAS: 1 row 3.89 / 3.95, 16 rows 3.97 / 4.00 (both before a change that gained another 0.13, see
+# csrc/cuda/linear.cu), 64 rows 5.09 / 4.01, 128 rows 10.1 / 4.19.
+SMALL_ROWS = 16
+ROWS_PER_LAUNCH = 256  # csrc/cuda/linear.h
+OVERLAP = True  # False: each product waits for the kernel before it, for measurements
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, base: Tensor | None) -> None:
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, base: Tensor | None, silu_mul: bool, out: Tensor | None
+) -> None:
     check("x", x, FLOATS, {"R": None, "K": None}, contiguous=False)
     check("weight", weight, x.dtype, {"N": None, "K": x.shape[1]}, x.device)
     outer = weight.shape[0]
@@ -23,38 +36,120 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, base: Tensor | None) 
         check("bias", bias, x.dtype, {"N": outer}, x.device)
     if base is not None:
         check("base", base, x.dtype, {"R": x.shape[0], "N": outer}, x.device, contiguous=False)
+    if silu_mul and (base is not None or outer % 2):
+        raise ValueError(
+            f"silu_mul: expected no base and an even number of rows in weight, got base={base is not None} and "
+            f"{outer}; weight holds the gates' rows, then the rows of what they scale"
+        )
+    if out is not None:
+        check("out", out, x.dtype, {"R": x.shape[0], "N": outer // 2 if silu_mul else outer}, x.device)
+
+
+@cache
+def _has_dependent_launch(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _fits_cuda(x: Tensor, weight: Tensor) -> bool:
+    return x.dtype in HALF and x.shape[1] % 8 == 0 and _has_dependent_launch(x.device) and weight.data_ptr() % 16 == 0
+
+
+def _pick(x: Tensor, weight: Tensor, invariant: bool, backend: BackendName | None) -> BackendName:
+    if x.device.type == "cpu":
+        exact: tuple[BackendName, ...] = ("cpp", "reference") if x.dtype == torch.float32 else ("reference",)
+        return choose("linear", backend, x.device, cpu=exact, cuda=("triton",))
+    ours: tuple[BackendName, ...] = ("cuda", "triton") if _fits_cuda(x, weight) else ("triton",)
+    if invariant:
+        return choose("linear", backend, x.device, cuda=ours)
+    if len(ours) == 2 and x.shape[0] <= SMALL_ROWS:
+        return choose("linear", backend, x.device, cuda=(*ours, "reference"))
+    return choose("linear", backend, x.device, cuda=("reference", *ours))
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, base: Tensor | None = None,
-    backend: BackendName | None = None, checked: bool = True,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, base: Tensor | None = None, silu_mul: bool = False,
+    out: Tensor | None = None, invariant: bool = False, backend: BackendName | None = None, checked: bool = True,
 ) -> Tensor:
-    """base + x @ weight.T + bias, [R, N] in x's dtype, in a new tensor.
+    """base + (x @ weight.T + bias), [R, N] in x's dtype. With silu_mul: silu(gate) * up, [R, N / 2], of the product's
+    halves gate and up. Sums in fp32; the product, silu and each later step are rounded to the dtype, as torch does.
 
     x [R, K], dense within a row. weight [N, K], contiguous, in the layout of checkpoints. bias [N]. base [R, N], dense
-    within a row: the residual stream, for one.
+    within a row: the residual stream, for one. out: written and returned when given; it may be base.
+    invariant: the bits of a row depend on that row, the weight and the device only, not on how many rows there are.
 
-    "cpp" (fp32 on the CPU, the default there): the bits of a row depend on that row, not on how many there are, so a
-    verified row equals the same row decoded alone. It is also made for few rows: over the weights of SmolLM2-135M, on
-    one core, 1 / 4 / 8 / 16 / 128 rows took 24 / 26 / 32 / 63 / 373 ms, torch (MKL) 45 / 64 / 74 / 99 / 429 ms.
-    "reference" (torch): every other dtype and device.
+    "cpp" (fp32 on the CPU, the default there): always invariant. It is also made for few rows: over the weights of
+    SmolLM2-135M, on one core, 1 / 4 / 8 / 16 / 128 rows took 24 / 26 / 32 / 63 / 373 ms, torch (MKL) 45 / 64 / 74 / 99
+    / 429 ms. "cuda" (bf16 and fp16, compute capability 9.0, K a multiple of 8): always invariant, the default up to
+    SMALL_ROWS rows and with `invariant`; starts while the kernel before it still runs, which must not write the weight.
+    "triton": always invariant, any dtype, slow; the default for the rest with `invariant`. "reference" (torch): every
+    other dtype and device; one row at a time with `invariant`.
     Raises ValueError for wrong shapes and types, unless `checked` is False: for a caller that owns the weights and
     whose shapes follow from them, where the checks would be a tenth of a pass over one row.
     """
     if checked:
-        _check(x, weight, bias, base)
-    rows, inner = x.shape
-    outer = weight.shape[0]
-    on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
-    if choose("linear", backend, x.device, cpu=("cpp", "reference") if on_cpu else ("reference",)) == "reference":
-        product = F.linear(x, weight, bias)
-        return product if base is None else base + product
+        _check(x, weight, bias, base, silu_mul, out)
+    picked = _pick(x, weight, invariant, backend)
+    if picked == "reference":
+        return _torch(x, weight, bias, base, silu_mul, out, invariant)
     x = x if x.stride(1) == 1 else x.contiguous()
     base = base if base is None or base.stride(1) == 1 else base.contiguous()
-    out = torch.empty(rows, outer)
+    if picked == "cuda":
+        return _cuda(x, weight, bias, base, silu_mul, out)
+    if silu_mul:
+        return activate(linear(x, weight, bias, backend=picked, checked=False), out=out, checked=False)
+    rows, outer = x.shape[0], weight.shape[0]
+    out = torch.empty(rows, outer, dtype=x.dtype, device=x.device) if out is None else out
+    if picked == "triton":
+        from tlt_kernels.triton import linear as triton_backend  # Triton is an optional extra
+
+        triton_backend.linear(x, weight, bias, base, out)
+        return out
     extension().linear(
         x.data_ptr(), x.stride(0), weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        0 if base is None else base.data_ptr(), 0 if base is None else base.stride(0), rows, outer, inner,
+        0 if base is None else base.data_ptr(), 0 if base is None else base.stride(0), rows, outer, x.shape[1],
         out.data_ptr(), threads(),
+    )
+    return out
+
+
+def _torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, base: Tensor | None, silu_mul: bool, out: Tensor | None,
+    invariant: bool,
+) -> Tensor:
+    if invariant and len(x) > 1:
+        product = torch.cat([F.linear(row[None], weight, bias) for row in x])
+    elif out is None or silu_mul or base is not None:
+        product = F.linear(x, weight, bias)
+    elif bias is None:
+        return torch.mm(x, weight.T, out=out)
+    else:
+        return torch.addmm(bias, x, weight.T, out=out)
+    if silu_mul:
+        return activate(product, out=out, checked=False)
+    if base is not None:
+        return torch.add(base, product, out=out)
+    return product if out is None else out.copy_(product)
+
+
+def _cuda(
+    x: Tensor, weight: Tensor, bias: Tensor | None, base: Tensor | None, silu_mul: bool, out: Tensor | None
+) -> Tensor:
+    if x.data_ptr() % 16 or x.stride(0) % 8:
+        x = x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    (rows, inner), outer = x.shape, weight.shape[0]
+    if out is None:
+        out = torch.empty(rows, outer // 2 if silu_mul else outer, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    workers = cuda._processor_count(x.device)
+    scratch = cuda._scratch_of(x.device)
+    # Two sizes only, so that one call of each kind before a capture is enough: 9 MB, or 35 MB, on an H200.
+    most = SMALL_ROWS if rows <= SMALL_ROWS else ROWS_PER_LAUNCH
+    partials = scratch.get(f"linear.{most}", extension().cuda_linear_partials(most, workers), x.device)
+    arrived = scratch.get("linear.arrived", extension().cuda_linear_counters(ROWS_PER_LAUNCH, 2**20), x.device)
+    extension().cuda_linear(
+        cuda.DTYPES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), cuda._address(bias), cuda._address(base),
+        0 if base is None else base.stride(0), out.data_ptr(), rows, outer, inner, silu_mul, partials.data_ptr(),
+        arrived.data_ptr(), workers, OVERLAP, stream=current_stream(x.device),
     )
     return out

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tlt_kernels.activation import silu_mul
+from tlt_kernels.linear import linear
 from tlt_kernels.norm import rms_norm
 from tlt_kernels.rope import rope_write_kv
 from tlt_kernels.triton import rope as rope_backend
@@ -90,3 +91,19 @@ def test_no_rows() -> None:
     assert rms_norm(torch.empty(0, 8), torch.ones(8), 1e-5, backend="triton")[0].shape == (0, 8)
     assert silu_mul(torch.empty(0, 8), backend="triton").shape == (0, 4)
     assert agree(rope_case(0, 2, 1, 16, 16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "outer", "inner"), [(1, 33, 70), (17, 40, 64), (5, 7, 130)])
+def test_product(rows: int, outer: int, inner: int, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(rows)
+    wide = torch.randn(rows, inner + 3, generator=g).to(dtype)
+    x, weight = wide[:, :inner], torch.randn(outer, inner, generator=g).to(dtype)
+    bias, base = torch.randn(outer, generator=g).to(dtype), torch.randn(rows, outer, generator=g).to(dtype)
+    got = linear(x, weight, bias, base=base, backend="triton")
+    exact = base.double() + x.double() @ weight.double().T + bias.double()
+    bound = 3 * torch.finfo(dtype).eps * (exact.abs() + 8 + base.abs()) + inner * 2**-22
+    assert bool(((got.double() - exact).abs() <= bound).all())
+    alone = torch.cat([linear(x[i : i + 1], weight, bias, base=base[i : i + 1], backend="triton") for i in range(rows)])
+    assert torch.equal(got, alone)
+    assert not bool(((linear(x, weight, base=base, backend="triton").double() - exact).abs() <= bound).all())

@@ -73,9 +73,10 @@ def rope_write_kv(
     _, page, kv_heads, _ = k_cache.shape
     if rows == 0:
         return
+    # enable_fp_fusion=False: a fused multiply-add of half types would skip the rounding of the first product.
     rope_write_kv_kernel[(rows, heads + 2 * kv_heads)](
         qkv, cos, sin, positions, slots, k_cache, v_cache, q_out, qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm, eps, *k_cache.stride()[:3], HQ=heads, HKV=kv_heads, D=dim,
         ROTARY=cos.shape[1], PAGE=page, BLOCK_D=max(16, triton.next_power_of_2(dim)), NORM=q_norm is not None,
-        num_warps=1, **dependent(qkv.device),
+        num_warps=1, enable_fp_fusion=False, **dependent(qkv.device),
     )
