@@ -1,0 +1,185 @@
+"""Products of few rows on one GPU: each product of a 7B model alone, then the chain of all layers.
+
+    PYTHONPATH=.:kernels python3 -m bench.kernels_linear --out DIR [--rows 1 16 64]
+
+Weights are random bf16 in the geometry of Qwen2.5-7B, all 28 layers distinct (14.1 GB), so every byte comes from
+memory. Times are medians of CUDA-graph replays. A product alone: 28 independent calls in a graph. The chain: every
+product reads what the one before wrote; "products" is nothing else, "layers" has the norms, rope, residual sums and the
+gated activation too: all of a step but attention and sampling. Correctness is tests/gpu/test_linear.py's.
+Writes DIR/gpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tlt_kernels import linear as linear_module
+from tlt_kernels.activation import silu_mul
+from tlt_kernels.linear import linear
+from tlt_kernels.norm import rms_norm
+from tlt_kernels.rope import rope_write_kv
+from torch import Tensor
+
+from bench.results import record
+
+COMMAND = "python -m bench.kernels_linear"
+LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, MLP, VOCAB = 28, 3584, 28, 4, 128, 18944, 152064
+SHAPES = {
+    "qkv": ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), "o": (HIDDEN, HEADS * DIM), "gate_up": (2 * MLP, HIDDEN),
+    "down": (HIDDEN, MLP), "head": (VOCAB, HIDDEN),
+}
+REPLAYS = 11
+MODEL = {"model": "7B geometry", "weights": "random"}
+Times = tuple[float, float, float]  # median, least, most, in us
+
+
+def time_graph(work: Callable[[], object], replays: int = REPLAYS) -> Times:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+    for _ in range(2):
+        graph.replay()
+    for start, stop in pairs:
+        start.record()
+        graph.replay()
+        stop.record()
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(stop) * 1e3 for start, stop in pairs)
+    return statistics.median(times), times[0], times[-1]
+
+
+class Model:
+    """The weights of all layers. A product keeps the size of its input, so that a chain neither fades nor overflows."""
+
+    def __init__(self) -> None:
+        def new(shape: tuple[int, int]) -> Tensor:
+            return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, shape[1] ** -0.5)
+
+        counts = {name: 1 if name == "head" else LAYERS for name in SHAPES}
+        self.weights = {name: [new(shape) for _ in range(counts[name])] for name, shape in SHAPES.items()}
+        self.norm = torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda")
+        angles = torch.rand(1024, DIM, device="cuda")
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.kv = torch.zeros(LAYERS, 2, 64, 16, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+        self.bytes = sum(w.numel() * 2 for held in self.weights.values() for w in held)
+
+    def alone(self, name: str, rows: int, backend: str) -> Times:
+        """Of one call."""
+        outer, inner = SHAPES[name]
+        x = torch.randn(rows, inner, device="cuda").bfloat16()
+        out = torch.empty(rows, outer, dtype=torch.bfloat16, device="cuda")
+        weights = self.weights[name] * (4 if name == "head" else 1)
+
+        def work() -> None:
+            for weight in weights:
+                linear(x, weight, out=out, backend=backend)  # type: ignore[arg-type]
+
+        median, least, most = time_graph(work)
+        return median / len(weights), least / len(weights), most / len(weights)
+
+    def chain(self, kind: str, rows: int, backend: str) -> Times:
+        x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
+        positions = torch.arange(rows, device="cuda")
+        out = {n: torch.empty(rows, s[0], dtype=torch.bfloat16, device="cuda") for n, s in SHAPES.items()}
+        second = torch.empty_like(out["down"])
+        gated = torch.empty(rows, MLP, dtype=torch.bfloat16, device="cuda")
+        normed = torch.empty_like(x)
+        queries = torch.empty(rows, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+
+        def product(rows_in: Tensor, weight: Tensor, to: Tensor, base: Tensor | None = None) -> Tensor:
+            return linear(rows_in, weight, out=to, base=base, backend=backend, checked=False)  # type: ignore[arg-type]
+
+        def norm(h: Tensor) -> Tensor:
+            return rms_norm(h, self.norm, 1e-6, out=normed, checked=False)[0] if kind == "layers" else h
+
+        def work() -> None:
+            h = x
+            fused = kind == "layers"
+            for i in range(LAYERS):
+                w = {name: held[i] for name, held in self.weights.items() if name != "head"}
+                y = product(norm(h), w["qkv"], out["qkv"])
+                attended = y[:, :HIDDEN]
+                if kind == "layers":
+                    rope_write_kv(
+                        y, self.cos, self.sin, positions, positions, *self.kv[i], queries, checked=False
+                    )
+                    attended = queries.view(rows, HIDDEN)
+                h = product(attended, w["o"], second, h if fused else None)
+                if fused and backend == "cuda":
+                    linear(norm(h), w["gate_up"], silu_mul=True, out=gated, backend="cuda", checked=False)
+                else:
+                    product(norm(h), w["gate_up"], out["gate_up"])
+                    if fused:
+                        silu_mul(out["gate_up"], out=gated, checked=False)
+                h = product(gated if fused else out["gate_up"][:, :MLP], w["down"], out["down"], h if fused else None)
+            product(norm(h), self.weights["head"][0], out["head"])
+
+        times = time_graph(work)
+        if not bool(out["head"].isfinite().all()):
+            raise ValueError(f"chain {kind} {rows} {backend}: expected finite outputs; the timing would mean nothing")
+        return times
+
+
+def save(out: Path, metric: str, times: Times, scale: float, unit: str, params: dict[str, object]) -> None:
+    median, least, most = (t * scale for t in times)
+    record(
+        "gpu", metric, median, unit, MODEL | params, command=COMMAND, spread=[least, most], runs=REPLAYS, folder=out
+    )
+
+
+def alone(model: Model, rows: list[int], out: Path) -> None:
+    print("one product, us (TB/s of its weight)")
+    for name, (outer, inner) in SHAPES.items():
+        for r in rows:
+            cells = []
+            for backend in ("cuda", "reference"):
+                times = model.alone(name, r, backend)
+                cells.append(f"{backend} {times[0]:7.2f} ({outer * inner * 2 / times[0] / 1e6:.2f})")
+                save(out, "linear.us", times, 1, "us", {"product": name, "rows": r, "backend": backend})
+            print(f"  {name:8} rows {r:3}: " + "  ".join(cells), flush=True)
+
+
+def chains(model: Model, rows: list[int], out: Path) -> None:
+    print(f"chain of {LAYERS} layers + head, ms: {model.bytes / 1e9:.2f} GB, {model.bytes / 4.3e9:.2f} at 4.3 TB/s")
+    for r in rows:
+        cells = []
+        for kind in ("products", "layers"):
+            for backend in ("cuda", "reference"):
+                times = model.chain(kind, r, backend)
+                cells.append(f"{kind} {backend} {times[0] / 1e3:.3f}")
+                save(out, "linear.chain", times, 1e-3, "ms", {"kind": kind, "rows": r, "backend": backend})
+            if kind == "products":
+                linear_module.OVERLAP = False
+                times = model.chain(kind, r, "cuda")
+                linear_module.OVERLAP = True
+                cells.append(f"{kind} cuda one by one {times[0] / 1e3:.3f}")
+        print(f"  rows {r:3}: " + "  ".join(cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 96, 128, 256])
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench.kernels_linear: expected a CUDA device, got none; run it on the GPU machine")
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    model = Model()
+    with torch.no_grad():
+        chains(model, args.rows, args.out)
+        alone(model, args.rows, args.out)
+
+
+if __name__ == "__main__":
+    main()
