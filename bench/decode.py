@@ -1,19 +1,24 @@
 """Whole engine steps of a 7B model on one GPU: plain decoding, verification, host gap, memory of the graphs.
 
-    PYTHONPATH=.:kernels python3 -m bench.decode --out DIR [--seconds N] [--only plain,verify,profile,graphs]
+    PYTHONPATH=.:kernels python3 -m bench.decode --out DIR [--only plain,verify,profile,graphs]
 
 The geometry of Qwen2.5-7B (bf16, 14.14 GB of weights read a step) with random weights, prompts of 128 random tokens,
 144 new ones: the work of PEERS.md. A step is RolloutEngine.step(): schedule, pass, draw, walk, commit, stops, outputs.
-Times are medians of its wall time once all requests decode; `forward` is the graph alone, between CUDA events.
+Times are medians of its wall time once all requests decode. host.us: what is left of that when the same work is
+launched back to back on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,37 +106,71 @@ def start(engine: RolloutEngine, batch: int, temperature: float) -> None:
         engine.step()
 
 
-def step_times(engine: RolloutEngine, batch: int, nodes: int, temperature: float) -> tuple[list[float], float]:
-    """Milliseconds of each step in which all requests decode, and of the graph alone. The last two steps are left out:
-    nothing follows them."""
+@dataclass(frozen=True)
+class Times:
+    """steps: milliseconds of each step in which all requests decode; the last two are left out: nothing follows them.
+    graph, device: of one step on the GPU, see device_ms."""
+
+    steps: list[float]
+    graph: float
+    device: float
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.steps)
+
+    @property
+    def spread(self) -> list[float]:
+        """5 % and 95 %."""
+        return [statistics.quantiles(self.steps, n=20)[i] for i in (0, -1)]
+
+    def __str__(self) -> str:
+        low, high = self.spread
+        host = (self.median - self.device) * 1e3
+        return (f"{self.median:.3f} ms a step [{low:.3f}, {high:.3f}], graph {self.graph:.3f}, GPU {self.device:.3f}, "
+                f"host {host:.0f} us")
+
+
+def step_times(engine: RolloutEngine, batch: int, temperature: float) -> Times:
     start(engine, batch, temperature)
-    times, forward = [], float("nan")
+    times: list[float] = []
+    graph = device = float("nan")
     while engine.num_running == batch:
         begin = time.perf_counter()
         engine.step()
         times.append((time.perf_counter() - begin) * 1e3)
         if len(times) == 60:
-            forward = forward_ms(engine, batch, batch * nodes)
+            graph, device = device_ms(engine)
     while engine.has_unfinished():
         engine.step()
-    return times[:60] + times[63:-2], forward
+    return Times(times[:60] + times[63:-2], graph, device)
 
 
-def forward_ms(engine: RolloutEngine, batch: int, rows: int) -> float:
-    """The graph of the step just launched, by CUDA events around 20 replays on its inputs."""
+def device_ms(engine: RolloutEngine, repeat: int = 20) -> tuple[float, float]:
+    """Milliseconds of the last step's graph alone, and with its draw, walk, commit and the copy of the results: both
+    launched back to back, between CUDA events. (What the samples then emit is no longer theirs; the shapes are.)"""
     runner = engine._core.runner
     assert isinstance(runner, DeviceRunner) and runner._graphs is not None
-    key = runner._graphs.buckets.choose(batch, rows)
-    graph = None if key is None else runner._graphs.get(key, rows, capture=False)
-    if graph is None:
-        return float("nan")
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(20):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 20
+    flight = runner._latest
+    assert flight is not None and flight.key is not None, "the last step did not run from a graph"
+    graph = runner._graphs.get(flight.key, len(flight.draw.view.trees.tokens), capture=False)
+    assert graph is not None
+    logits = runner._logits[: len(flight.draw.view.trees.tokens)]
+
+    def timed(draw: bool) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        graph.replay()  # the first launch's latency stays out
+        begin.record()
+        for _ in range(repeat):
+            graph.replay()
+            if draw:
+                runner._draw(flight.layout, flight.key, flight.draw, logits, [], False)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / repeat
+
+    return timed(False), timed(True)
 
 
 def plain(model: LoadedModel, batches: Sequence[int], out: Path) -> dict[int, float]:
@@ -139,14 +178,12 @@ def plain(model: LoadedModel, batches: Sequence[int], out: Path) -> dict[int, fl
     for batch in batches:
         engine = build(model, batch)
         for temperature in (0.0, 1.0):
-            times, forward = step_times(engine, batch, 1, temperature)
-            quartiles = statistics.quantiles(times, n=20)
-            print(f"plain  batch {batch:3d} T={temperature:.0f}: {statistics.median(times):.3f} ms a step "
-                  f"[{quartiles[0]:.3f}, {quartiles[-1]:.3f}], forward {forward:.3f}", flush=True)
-            if temperature == 0.0:
-                medians[batch] = statistics.median(times)
-            record("gpu", "ar.ms", statistics.median(times), "ms", MODEL | {"batch": batch, "temperature": temperature},
-                   command=COMMAND, spread=[quartiles[0], quartiles[-1]], runs=len(times), folder=out)
+            times = step_times(engine, batch, temperature)
+            print(f"plain  batch {batch:3d} T={temperature:.0f}: {times}", flush=True)
+            medians.setdefault(batch, times.median)
+            where = MODEL | {"batch": batch, "temperature": temperature}
+            keep(out, "ar.ms", times.median, "ms", where, times)
+            keep(out, "host.us", max(times.median - times.device, 0.0) * 1e3, "us", where | {"V": 1}, times)
         del engine
     return medians
 
@@ -155,23 +192,27 @@ def verify(model: LoadedModel, cases: Sequence[tuple[int, int]], base: dict[int,
     for batch, nodes in cases:
         engine = build(model, batch, nodes)
         for temperature in (0.0, 1.0):
-            times, forward = step_times(engine, batch, nodes, temperature)
-            median, quartiles = statistics.median(times), statistics.quantiles(times, n=20)
+            times = step_times(engine, batch, temperature)
             stats = engine.stats()
             rows = stats["decode_rows"] / max(stats["decode_passes"], 1)
-            print(f"verify batch {batch:3d} V={nodes} T={temperature:.0f}: {median:.3f} ms a step "
-                  f"[{quartiles[0]:.3f}, {quartiles[-1]:.3f}], forward {forward:.3f}, {rows:.1f} rows a pass, accept "
+            print(f"verify batch {batch:3d} V={nodes} T={temperature:.0f}: {times}; {rows:.1f} rows a pass, accept "
                   f"length {stats['accept_length']:.2f}", flush=True)
             where = MODEL | {"batch": batch, "V": nodes, "temperature": temperature}
-            record("gpu", "verify.ms", median, "ms", where, command=COMMAND, spread=[quartiles[0], quartiles[-1]],
-                   runs=len(times), folder=out)
+            keep(out, "verify.ms", times.median, "ms", where, times)
+            keep(out, "host.us", max(times.median - times.device, 0.0) * 1e3, "us", where, times)
             if batch in base:
-                record("gpu", "verify.ratio", median / base[batch], "x", where, command=COMMAND, folder=out)
+                record("gpu", "verify.ratio", times.median / base[batch], "x", where, command=COMMAND, folder=out)
         del engine
 
 
+def keep(out: Path, metric: str, value: float, unit: str, where: dict[str, Any], times: Times) -> None:
+    spread = times.spread if unit == "ms" else None
+    record("gpu", metric, value, unit, where, command=COMMAND, spread=spread, runs=len(times.steps), folder=out)
+
+
 def busy(model: LoadedModel, batch: int, nodes: int, out: Path, steps: int = 30) -> None:
-    """Step period, the part of it in which the GPU runs something, and where that goes, from a profiler's trace."""
+    """Where a step's time goes on the GPU, from a profiler's trace. The profiler itself slows launches, of graphs too:
+    the idle time here is an upper bound, host.us the figure."""
     engine = build(model, batch, nodes)
     start(engine, batch, 1.0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
@@ -199,63 +240,64 @@ def busy(model: LoadedModel, batch: int, nodes: int, out: Path, steps: int = 30)
         print(f"    {sum(times) / whole:8.1f} us a step  {len(times) / whole:6.1f} x {statistics.median(times):6.1f} us"
               f"  {name[:90]}")
     where = MODEL | {"batch": batch, "V": nodes}
-    record("gpu", "host.us", gap, "us", where, command=COMMAND, runs=whole, folder=out)
+    record("gpu", "host.trace_idle_us", gap, "us", where, command=COMMAND, runs=whole, folder=out)
     record("gpu", "host.syncs_per_step", len(copies) / (whole + 1), "", where, command=COMMAND, folder=out)
     del engine
 
 
-def graph_memory(model: LoadedModel, out: Path) -> None:
+def graph_memory(out: Path) -> None:
     """Bytes of all graphs by the driver's count, and of the static inputs and logits that they share: ours, the largest
-    V alone, and every graph with a pool of its own. All kernels are loaded and compiled by a first round."""
+    V alone, and every graph with a pool and static tensors of its own. Each in a fresh process, in which every pass has
+    run once before: modules and workspaces are none of the graphs' doing."""
+    totals: dict[str, dict[str, float]] = {}
+    for name in ("bucketed", "single", "unshared"):
+        done = subprocess.run(
+            [sys.executable, "-m", "bench.decode", "--only", f"graphs:{name}"], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(f"graphs:{name}: {done.stderr[-2000:]}")
+        totals[name] = json.loads(done.stdout.splitlines()[-1])
+        print(f"graphs {name}: {totals[name]}", flush=True)
+    ours = totals["bucketed"]
+    where = MODEL | {"graphs": ours["graphs"]}
+    record("gpu", "graphs.gb", ours["bytes"] / 1e9, "GB", where, command=COMMAND, folder=out)
+    record("gpu", "graphs.capture_s", ours["seconds"], "s", where, command=COMMAND, folder=out)
+    for what in ("bucketed", "unshared"):
+        record("gpu", "graphs.ratio", totals[what]["bytes"] / totals["single"]["bytes"], "x",
+               MODEL | {"over": "single", "what": what}, command=COMMAND, folder=out)
+
+
+def one_graph_memory(model: LoadedModel, name: str) -> None:
     engine = build(model, 256, 64)
     runner = engine._core.runner
     assert isinstance(runner, DeviceRunner) and runner._graphs is not None
     keys = default_buckets(256, 64).keys
-    static = runner._logits.nbytes + runner._staging.bytes
+    wanted = [k for k in keys if name != "single" or k.nodes == NODES[-1]]
+    runner._graphs.buckets.keys = tuple(wanted)
+    capturer = runner._capturer
     begin = time.perf_counter()
-    engine.capture_graphs()
-    print(f"graphs: first capture of {len(keys)}, compilation included: {time.perf_counter() - begin:.1f} s")
-    engine.release_graphs()
-    totals: dict[str, int] = {}
-    for name, sizes in (("bucketed", NODES), ("single", NODES[-1:])):
-        runner._graphs.buckets.keys = tuple(k for k in keys if k.nodes in sizes)
-        before, begin = torch.cuda.mem_get_info()[0], time.perf_counter()
+    for key in keys:
+        layout = runner._layout_of(key)
+        runner._staging.begin(layout.frame)
+        layout.clear()
+        runner._staging.flush()
+        with torch.cuda.stream(capturer._stream):
+            runner._pass.forward(layout.inputs, logits_out=runner._logits[: key.rows])
+        torch.cuda.synchronize()
+    warm = time.perf_counter() - begin
+    before, begin = torch.cuda.mem_get_info()[0], time.perf_counter()
+    static = runner._logits.nbytes + runner._staging.bytes
+    if name == "unshared":
+        kept = []
+        for key in wanted:
+            runner._capturer = Capturer(runner.device)
+            kept.append((runner._capturer, runner._capture(key)))
+        static = len(wanted) * runner._staging.bytes + sum(k.rows for k in wanted) * runner._logits[0].nbytes
+    else:
         engine.capture_graphs()
-        seconds = time.perf_counter() - begin
-        totals[name] = before - torch.cuda.mem_get_info()[0] + static
-        report = engine.stats()["graphs"]
-        print(f"graphs {name}: {report['graphs']} in {seconds:.1f} s, {totals[name] / 1e9:.3f} GB, of which "
-              f"{static / 1e9:.3f} static (sum of buckets {report['bytes'] / 1e9:.3f})", flush=True)
-        where = MODEL | {"graphs": report["graphs"]}
-        if name == "bucketed":
-            record("gpu", "graphs.gb", totals[name] / 1e9, "GB", where, command=COMMAND, folder=out)
-            record("gpu", "graphs.capture_s", seconds, "s", where, command=COMMAND, folder=out)
-            print("   ", ", ".join(f"{k} {report['buckets'][str(k)]['bytes'] / 1e6:.1f}" for k in keys), "MB")
-        engine.release_graphs()
-    runner._graphs.buckets.keys = keys
-    totals["unshared"] = _unshared(runner)
-    print(f"graphs unshared: {totals['unshared'] / 1e9:.3f} GB")
-    for what in ("bucketed", "unshared"):
-        record("gpu", "graphs.ratio", totals[what] / totals["single"], "x", MODEL | {"over": "single", "what": what},
-               command=COMMAND, folder=out)
-    print(f"ratio to single: {totals['bucketed'] / totals['single']:.2f}, unshared "
-          f"{totals['unshared'] / totals['single']:.2f}")
-
-
-def _unshared(runner: DeviceRunner) -> int:
-    """With static inputs and logits of its own for each graph."""
-    torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
-    kept = []
-    assert runner._graphs is not None
-    for key in runner._graphs.buckets.keys:
-        runner._capturer = Capturer(runner.device)
-        kept.append((runner._capturer, runner._capture(key)))
-    used = before - torch.cuda.mem_get_info()[0]
-    for _, graph in kept:
-        graph.release()
-    rows = sum(key.rows for key in runner._graphs.buckets.keys)
-    return used + len(kept) * runner._staging.bytes + rows * runner._logits[0].nbytes
+    seconds = time.perf_counter() - begin
+    used = before - torch.cuda.mem_get_info()[0] + static
+    print(json.dumps({"graphs": len(wanted), "bytes": used, "static": static, "seconds": seconds, "warm": warm}))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -267,9 +309,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     parts, begin = args.only.split(","), time.perf_counter()
     model = qwen_7b()
+    if parts[0].startswith("graphs:"):
+        one_graph_memory(model, parts[0].removeprefix("graphs:"))
+        return
     torch.cuda.synchronize()
     print(f"weights {model.model.weights.bytes / 1e9:.2f} GB after {time.perf_counter() - begin:.1f} s", flush=True)
-    cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
+    cases = [(int(batch), int(nodes)) for batch, nodes in (case.split("x") for case in args.cases.split(","))]
     base: dict[int, float] = {}
     if "plain" in parts:
         base = plain(model, list(map(int, args.batches.split(","))), args.out)
@@ -282,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             busy(model, batch, nodes, args.out)
         print(f"({time.perf_counter() - begin:.0f} s)", flush=True)
     if "graphs" in parts:
-        graph_memory(model, args.out)
+        graph_memory(args.out)
         print(f"({time.perf_counter() - begin:.0f} s)", flush=True)
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from tlt_kernels.activation import silu_mul
 from tlt_kernels.linear import linear
 from tlt_kernels.norm import rms_norm
 from tlt_kernels.rope import rope_write_kv
@@ -84,7 +83,7 @@ class CudaPass:
             mixed = self._attend(i, layer, normed, step, plans)
             mixed = linear(mixed.view(len(x), -1), layer.o, layer.o_bias, checked=False)
             normed, x = self._norm(x, mixed, layer.post_norm)
-            gated = silu_mul(linear(normed, layer.gate_up, layer.gate_up_bias, checked=False), checked=False)
+            gated = linear(normed, layer.gate_up, layer.gate_up_bias, silu_mul=True, checked=False)
             added = linear(gated, layer.down, layer.down_bias, checked=False)
         assert added is not None, "a model without layers"
         if len(step.logit_rows) != len(x) or self.model.config.num_layers in capture:
@@ -114,7 +113,8 @@ class CudaPass:
             k_norm=layer.k_norm, eps=c.rms_norm_eps, checked=False,
         )
         window = c.windows[index]
-        return self._attention[window].run(plans[window], q, k_cache, v_cache, scale=self._scale)
+        # early: what runs just before writes the step's own keys only, and came after the plan.
+        return self._attention[window].run(plans[window], q, k_cache, v_cache, scale=self._scale, early=True)
 
     def _logits(self, x: Tensor, added: Tensor | None, rows: Tensor, out: Tensor | None) -> Tensor:
         """added None: x is summed up already, and only `rows` of it are wanted."""
@@ -124,7 +124,7 @@ class CudaPass:
         if not len(x):  # a pass of prefill chunks alone
             return torch.empty(0, len(weights.head), dtype=dtype, device=x.device)
         normed = self._norm(x, added, weights.norm)[0].to(dtype)
-        return linear(normed, weights.head, checked=False) if out is None else torch.mm(normed, weights.head.T, out=out)
+        return linear(normed, weights.head, out=out, checked=False)
 
 
 @contextmanager
