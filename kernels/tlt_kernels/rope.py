@@ -87,13 +87,14 @@ def rope_write_kv(
         bad = extension().rope_write_kv(
             qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), slots.data_ptr(),
             0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), eps,
-            len(qkv), heads, kv_heads, dim, rotary, length, k_cache.shape[0] * k_cache.shape[1], q_out.data_ptr(), k_cache.data_ptr(),
-            v_cache.data_ptr(), threads(),
+            len(qkv), heads, kv_heads, dim, rotary, length, k_cache.shape[0] * k_cache.shape[1], q_out.data_ptr(),
+            k_cache.data_ptr(), v_cache.data_ptr(), threads(),
         )
         if bad >= 0:
             raise ValueError(
                 f"positions, slots: expected row {bad} in [0, {length}) and the cache's "
-                f"{k_cache.shape[0] * k_cache.shape[1]} slots, got {int(positions[bad])} and {int(slots[bad])}; nothing was written"
+                f"{k_cache.shape[0] * k_cache.shape[1]} slots, got {int(positions[bad])} and {int(slots[bad])}; nothing "
+                "was written"
             )
         return q_out
     from tlt_kernels.triton import rope as triton_backend  # Triton is an optional extra
