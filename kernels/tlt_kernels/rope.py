@@ -93,8 +93,8 @@ def rope_write_kv(
         if bad >= 0:
             raise ValueError(
                 f"positions, slots: expected row {bad} in [0, {length}) and the cache's "
-                f"{k_cache.shape[0] * k_cache.shape[1]} slots, got {int(positions[bad])} and {int(slots[bad])}; nothing "
-                "was written"
+                f"{k_cache.shape[0] * k_cache.shape[1]} slots, got {int(positions[bad])} and {int(slots[bad])}; "
+                "nothing was written"
             )
         return q_out
     from tlt_kernels.triton import rope as triton_backend  # Triton is an optional extra
