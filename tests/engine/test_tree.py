@@ -30,7 +30,7 @@ def test_depths_follow_parents_not_order():
         ((1, 2), (0, 0), r"parents\[0\]"),
         ((1, 2, 3), (-1, 2, 0), "parents first"),
         ((1, 2), (-1, -1), "parents first"),
-        ((1, 2, 2), (-1, 0, 0), "merge the siblings"),
+        ((1, 2, 2), (-1, 0, 0), "merge them"),
     ],
 )
 def test_illegal_trees_are_refused(tokens, parents, message):
