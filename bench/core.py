@@ -140,7 +140,8 @@ def equality(count: int = 16, samples: int = 4, length: int = 128) -> None:
         total.max_logprob_error = max(total.max_logprob_error, result.max_logprob_error)
         total.differences += result.differences
     limit = 3 * total.tokens / 8192
-    print(f"all: {total.tokens} tokens, {total.tokens_differing} differing, {total.excused_ties} excused (<= {limit:.0f})")
+    found = f"{total.tokens_differing} differing, {total.excused_ties} excused ties (at most {limit:.0f})"
+    print(f"all: {total.tokens} tokens, {found}")
     where = MODEL | {"requests": count * samples, "tokens": length, "compared": total.tokens, "temperature": 1.0}
     keep("equality.tokens_differing", total.tokens_differing, "tokens", where)
     keep("equality.excused_ties", total.excused_ties, "ties", where)

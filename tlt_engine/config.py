@@ -143,7 +143,8 @@ class EngineConfig:
         if self.dtype not in DTYPES:
             raise refuse("EngineConfig.dtype", f"one of {', '.join(DTYPES)}", self.dtype, "pick one")
         if self.lm_head_dtype is not None and self.lm_head_dtype not in DTYPES:
-            raise refuse("EngineConfig.lm_head_dtype", f"None or one of {', '.join(DTYPES)}", self.lm_head_dtype, "pick one")
+            expected = f"None or one of {', '.join(DTYPES)}"
+            raise refuse("EngineConfig.lm_head_dtype", expected, self.lm_head_dtype, "pick one")
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "graph_bytes"):
             _integer(f"EngineConfig.{name}", getattr(self, name), 1)
         for name in ("max_model_len", "num_pages", "kv_cache_bytes"):
@@ -152,7 +153,8 @@ class EngineConfig:
         if self.seed is not None:
             check_seed(self.seed, "EngineConfig.seed")
         if not isinstance(self.speculation, SpeculationConfig):
-            raise refuse("EngineConfig.speculation", "a SpeculationConfig", self.speculation, "use SpeculationConfig(method='off') to turn it off")
+            remedy = "use SpeculationConfig(method='off') to turn it off"
+            raise refuse("EngineConfig.speculation", "a SpeculationConfig", self.speculation, remedy)
 
 
 LogitsProcessor = Callable[[Sequence[int], "Tensor"], "Tensor"]
@@ -239,7 +241,8 @@ class SamplingParams:
                 raise refuse(name, "True or False", getattr(self, name), "pass a bool")
             put(name, bool(getattr(self, name)))
         if self.logits_processor is not None and not callable(self.logits_processor):
-            raise refuse("logits_processor", "a callable (output_ids, logits) -> logits", self.logits_processor, "pass a function")
+            expected = "a callable (output_ids, logits) -> logits"
+            raise refuse("logits_processor", expected, self.logits_processor, "pass a function")
         if self.stop and not self.detokenize:
             raise refuse("detokenize", "True when stop strings are given", False, "use stop_token_ids instead")
 

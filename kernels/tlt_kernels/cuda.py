@@ -89,7 +89,8 @@ def sample(
 ) -> SampleResult:
     """tlt_kernels.sample on the device. logits [R, V] with unit stride within a row, any stride between rows.
 
-    out: where the results go, contiguous; its raw_logprobs decides in place of want_raw. Beside the results: 4 bytes a row, under 2 KB a row of sums, and with penalties 4 bytes times V a history.
+    out: where the results go, contiguous; its raw_logprobs decides in place of want_raw. Beside the results:
+    4 bytes a row, under 2 KB a row of sums, and with penalties 4 bytes times V a history.
     Raises ValueError for a vocabulary over MAX_VOCAB.
     """
     rows, vocab = logits.shape

@@ -35,7 +35,8 @@ def _check_device(device: str) -> None:
     if kind not in ("cpu", "cuda"):
         raise refuse("EngineConfig.device", "'cpu', 'cuda' or 'cuda:N'", device, "pick one")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise refuse("EngineConfig.device", "a CUDA device that torch can use", device, "use 'cpu', or install CUDA torch")
+        remedy = "use 'cpu', or install a torch with CUDA"
+        raise refuse("EngineConfig.device", "a CUDA device that torch can use", device, remedy)
 
 
 def _check_loaded(model: Transformer, config: EngineConfig) -> None:
@@ -48,13 +49,16 @@ def _check_loaded(model: Transformer, config: EngineConfig) -> None:
     }
     for name, (has, wanted) in brought.items():
         if has != wanted:
-            raise refuse(f"EngineConfig.{name}", f"{has!r}, as the loaded model has", wanted, "set it so, or load it again")
+            remedy = "set it so, or load the model again"
+            raise refuse(f"EngineConfig.{name}", f"{has!r}, as the loaded model has", wanted, remedy)
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
         raise refuse("EngineConfig.max_model_len", f"at most {model.max_model_len}, as the model was loaded with",
                      config.max_model_len, "lower it, or load the model with a larger one")
 
 
-def build_kv(config: EngineConfig, model: Transformer, max_model_len: int) -> tuple[PagePool, PrefixCache | None, KVStorage]:
+def build_kv(
+    config: EngineConfig, model: Transformer, max_model_len: int
+) -> tuple[PagePool, PrefixCache | None, KVStorage]:
     """The pool is sized as EngineConfig says."""
     c = model.config
     page_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * model.dtype.itemsize * config.page_size
@@ -65,10 +69,11 @@ def build_kv(config: EngineConfig, model: Transformer, max_model_len: int) -> tu
         budget = (config.kv_cache_bytes or DEFAULT_KV_BYTES) // page_bytes
         pages = min(wanted, budget) if config.kv_cache_bytes is None else budget
     if pages < 1:
-        raise refuse("EngineConfig.kv_cache_bytes", f"at least one page of {page_bytes} bytes", config.kv_cache_bytes, "raise it")
+        expected = f"at least one page of {page_bytes} bytes"
+        raise refuse("EngineConfig.kv_cache_bytes", expected, config.kv_cache_bytes, "raise it")
     pool = PagePool(pages)
     prefix = PrefixCache(pool, config.page_size) if config.enable_prefix_caching else None
-    dummy = int(model.device.type == "cuda")  # for the padding rows of graphs (device.Layout); the pool does not know it
+    dummy = int(model.device.type == "cuda")  # page of the graphs' padding rows (device.Layout); not the pool's
     return pool, prefix, model.new_kv(pages + dummy, config.page_size)
 
 

@@ -1,4 +1,4 @@
-"""The token-id core: schedule, draft, one target pass, commit. Knows no text but stop strings, no prompts and no seeds."""
+"""The token-id core: schedule, draft, one target pass, commit. Knows no text but stop strings, no prompts, no seeds."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class EngineCore:
         return Pass(batch, trees, samples, _lengths(samples), self.runner.launch(batch, trees, samples))
 
     def _launch_ahead(self, current: Pass) -> Pass | None:
-        """The plain step after `current`, if that is what schedule() would come to: the same samples, no drafts, and none
-        known to end but by its tokens. What a sample that ends meanwhile then computes is thrown away: it has written
+        """The plain step after `current`, if that is what schedule() would come to: the same samples, no drafts, and
+        none known to end but by its tokens. What a sample that ends meanwhile then computes is thrown away: it has written
         behind its own keys, on a page that nobody else can have been given before that pass."""
         samples = current.samples
         drafting = self.drafter is not None and any(s.seq.speculate for s in samples)
@@ -164,7 +164,8 @@ class EngineCore:
             contexts = [context for _, context in asked]
             proposed = self.drafter.propose(contexts)
             if len(proposed) != len(contexts):
-                raise refuse("Drafter.propose", f"{len(contexts)} trees, one a context", len(proposed), "mend the drafter")
+                expected = f"{len(contexts)} trees, one a context"
+                raise refuse("Drafter.propose", expected, len(proposed), "mend the drafter")
             vocab = self.runner.model.config.vocab_size
             for (i, context), tree in zip(asked, proposed):
                 trees[i] = clip_tree(tree, context.token_ids[-1], context.max_nodes, context.max_depth, vocab)

@@ -101,8 +101,8 @@ class RolloutEngine:
 
         prompts: a list (or a single one) of text, token ids, chat messages, {"prompt": text} or
         {"prompt_token_ids": ids}. speculate=False decodes this call plainly: the same tokens, more passes.
-        token_quota: each sample pauses after that many new tokens (finish_reason "paused", see `resume`). The cut is the
-        same with and without speculation, unlike cuts by time or steps, which favour predictable responses.
+        token_quota: each sample pauses after that many new tokens (finish_reason "paused", see `resume`). The cut is
+        the same with and without speculation, unlike cuts by time or steps, which favour predictable responses.
         group_ids: ties prompts together as siblings (default: equal prompt ids). prior_output_ids: for each prompt, ids
         of a partial response that the caller sends back; they count as output for penalties and limits.
         """
@@ -132,7 +132,8 @@ class RolloutEngine:
         listed = [outputs] if isinstance(outputs, RequestOutput) else as_list(outputs, "outputs", "RequestOutputs")
         for i, output in enumerate(listed):
             if not isinstance(output, RequestOutput):
-                raise refuse(f"outputs[{i}]", "a RequestOutput of generate or resume", type(output).__name__, "pass it whole")
+                expected = "a RequestOutput of generate or resume"
+                raise refuse(f"outputs[{i}]", expected, type(output).__name__, "pass it whole")
         with self._lock:
             self._refuse_inside_step("resume")
             restored = [
@@ -146,8 +147,8 @@ class RolloutEngine:
         return [output if request is None else next(finished) for output, request in zip(listed, restored)]
 
     def score(self, prompt_ids: Seq[int], output_ids: Seq[int], params: SamplingParams | None = None) -> list[float]:
-        """Teacher-forced log-probabilities (nats) of output_ids after prompt_ids, one a token, through the same pass and
-        the same processing as rollouts: of the processed distribution under `params` (default: temperature 1, no
+        """Teacher-forced log-probabilities (nats) of output_ids after prompt_ids, one a token, through the same pass
+        and the same processing as rollouts: of the processed distribution under `params` (default: temperature 1, no
         filters), -inf where a filter bars the token."""
         params = params_for_each(params, 1)[0]
         with self._lock:
@@ -160,8 +161,8 @@ class RolloutEngine:
             request = self._intake.request(prompt_ids, forced, name="prompt_ids", forced=given)
             room = request.samples[0].seq.room
             if room < len(given):
-                raise refuse("output_ids", f"at most {room} tokens after this prompt (max_model_len {self.max_model_len})",
-                             len(given), "score a shorter output")
+                expected = f"at most {room} tokens after this prompt (max_model_len {self.max_model_len})"
+                raise refuse("output_ids", expected, len(given), "score a shorter output")
             self._queue([request], owned_by_call=True, fresh=False)
         output = self._run_to_end([request], use_tqdm=False)[0].outputs[0]
         if output.finish_reason != "length":
@@ -180,7 +181,8 @@ class RolloutEngine:
             if request_id is not None and not isinstance(request_id, str):
                 raise refuse("request_id", "a string or None", request_id, "pass str(id)")
             if request_id in self._requests:
-                raise refuse("request_id", "an id that is not in flight", request_id, "abort it first, or choose another")
+                remedy = "abort it first, or choose another"
+                raise refuse("request_id", "an id that is not in flight", request_id, remedy)
             request = self._intake.request(
                 prompt, params_for_each(sampling_params, 1)[0], request_id=request_id, group_id=group_id,
                 prior=prior_output_ids, speculate=speculate, token_quota=token_quota,
@@ -197,8 +199,8 @@ class RolloutEngine:
             return [request.to_output(self._weights) for request in ready]
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
-        """End requests now with finish_reason "abort" and return what they have. Ids that are not in flight are ignored:
-        a request may just have ended."""
+        """End requests now with finish_reason "abort" and return what they have. Ids that are not in flight are
+        ignored: a request may just have ended."""
         ids = [request_ids] if isinstance(request_ids, str) else as_list(request_ids, "request_ids", "an id or several")
         with self._lock:
             self._refuse_inside_step("abort")
@@ -224,14 +226,14 @@ class RolloutEngine:
 
     @property
     def _weights(self) -> str:
-        """Identity of the weights: the caller's label and a fingerprint, so that equal labels in two engines do not hide
-        different weights."""
+        """Identity of the weights: the caller's label and a fingerprint, so that equal labels in two engines do not
+        hide different weights."""
         return f"{self._core.version}:{self._fingerprint}"
 
     def update_weights(self, weights: Any, *, weight_version: str | int | None = None) -> None:
         """Copy new target weights in place: a mapping or pairs of (Hugging Face name, tensor), validated whole before
-        anything changes. Requests in flight keep their tokens, have their KV recomputed under the new weights, and go on
-        in a new noise segment. weight_version labels later tokens; default: a count."""
+        anything changes. Requests in flight keep their tokens, have their KV recomputed under the new weights, and go
+        on in a new noise segment. weight_version labels later tokens; default: a count."""
         with self._lock:
             self._refuse_inside_step("update_weights")
             self.model.load_weights(_named_tensors(weights))
@@ -250,7 +252,7 @@ class RolloutEngine:
                 "preemptions": core.scheduler.stats.preemptions,
                 "prefix_hit_tokens": core.scheduler.stats.prefix_hit_tokens,
                 "forks": core.scheduler.stats.forks,
-                "pages": {"total": self._pool.total, "free": self._pool.free, "idle": self._pool.idle, "used": self._pool.used},
+                "pages": {name: getattr(self._pool, name) for name in ("total", "free", "idle", "used")},
                 "weight_version": core.version,
                 "memory": {
                     "weights": self.model.weights.bytes,
@@ -282,7 +284,7 @@ class RolloutEngine:
                 assert self._pool.used == 0, f"nothing in flight, yet pages in use: {self._pool.used} != 0"
 
     def next_logits(self, token_ids: Seq[int]) -> Tensor:
-        """fp32 [V]: the target's unmodified logits after token_ids, in one plain pass outside the KV pool. For checks."""
+        """fp32 [V]: the target's unmodified logits after token_ids, in one plain pass with KV of its own. For checks."""
         from tlt_engine.engine.equality import plain_logits
 
         ids = check_ids(token_ids, self.model_config.vocab_size, "token_ids")

@@ -2,7 +2,8 @@
 
 Row counts change the rounding of a product, so in fp32 two runs may part where two scores all but tie. A request's
 first difference is excused only if its two tokens are the two best of the plain run with scores within TIE, or a
-filter's cut lies within CUT of its threshold. After a difference the two outputs have different prefixes; the rest is not compared.
+filter's cut lies within CUT of its threshold. After a difference the two outputs have different prefixes; the rest is
+not compared.
 """
 
 from __future__ import annotations

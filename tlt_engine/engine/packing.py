@@ -40,8 +40,8 @@ class StepBuffers:
 
 @dataclass(frozen=True)
 class PackedStep:
-    """inputs: for the target. trees: the D decode trees, packed. nodes[i]: rows of decode i. prompt_rows: for each chunk
-    whose logits are wanted, its row range within the logits."""
+    """inputs: for the target. trees: the D decode trees, packed. nodes[i]: rows of decode i. prompt_rows: for each
+    chunk whose logits are wanted, its row range within the logits."""
 
     inputs: StepInputs
     trees: PackedTrees
@@ -138,7 +138,7 @@ def row_params(samples: Seq[Sample], packed: PackedStep, eos_ids: frozenset[int]
     """Processing parameters of the decode rows; a step that no sample uses is left out."""
     params = [s.request.params for s in samples]
 
-    def spread(values: list, dtype: type) -> Tensor:  # numpy: torch would wake its thread pool for a few hundred numbers
+    def spread(values: list, dtype: type) -> Tensor:  # numpy: torch would wake its threads for this
         return torch.from_numpy(np.repeat(np.array(values, dtype), packed.nodes))
 
     fields: dict[str, Tensor] = {}
@@ -177,8 +177,8 @@ def _allowed(samples: Seq[Sample], packed: PackedStep, vocab_size: int) -> dict[
 
 
 def _biases(samples: Seq[Sample], packed: PackedStep, eos_ids: frozenset[int]) -> dict[str, Tensor]:
-    """Each sample may have two lists: its logit_bias, and that plus the bans of min_tokens, which hold for the rows whose
-    branch has not yet reached min_tokens."""
+    """Each sample may have two lists: its logit_bias, and that plus the bans of min_tokens, which hold for the rows
+    whose branch has not yet reached min_tokens."""
     ids: list[int] = []
     values: list[float] = []
     indptr = [0]

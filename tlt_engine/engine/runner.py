@@ -129,7 +129,8 @@ class ModelRunner:
         walk = verify_tree(result.tokens, packed.trees)
         decodes = len(samples)
         commit_kv(self.kv.data, packed.inputs.page_table[:decodes], packed.inputs.prefix_lens[:decodes], walk)
-        return self._collect(packed, logits, params, samples, result, walk.accept_lens.tolist(), walk.paths, walk.tokens)
+        lens = walk.accept_lens.tolist()
+        return self._collect(packed, logits, params, samples, result, lens, walk.paths, walk.tokens)
 
     def _force(
         self, drawn: SampleResult, logits: Tensor, ids: NoiseIds, params: RowParams, trees: Seq[DraftTree],
