@@ -297,29 +297,33 @@ __global__ void __launch_bounds__(32 * WM * WK) attend_kernel(const AttentionArg
     }
 }
 
-// Grid (T * nodes per tile, Hq), 4 warps: one row of one head. Warp w adds up every fourth part in split order, then
-// the warps' sums are added in order.
+// Blocks of 4 warps, `sharers` (1 or 4) of them to one row of one head: with few splits a warp each, since a block for
+// each would take several waves. Warp w of a row adds up every sharers-th part in split order, then the warps' sums are
+// added in order.
 template <typename T>
-__global__ void __launch_bounds__(128) merge_kernel(const AttentionArgs a) {
+__global__ void __launch_bounds__(128, 8) merge_kernel(const AttentionArgs a, int sharers) {
   __shared__ float4 sums[4][32];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, share = warp % sharers;
   let_next_kernel_start();
   if (!a.early) wait_for_kernel_in_front();
-  const int tile = blockIdx.x / a.nodes_per_tile, local = blockIdx.x % a.nodes_per_tile;
-  const int4 record = reinterpret_cast<const int4*>(a.tiles)[tile * 2];  // first row, nodes, first item, stride
-  const int splits = a.tiles[tile * 8 + 4], head = blockIdx.y / a.group, m = local * a.group + blockIdx.y % a.group;
+  const int heads = a.kv_heads * a.group, of_row = blockIdx.x * (4 / sharers) + warp / sharers;
+  const int tile = of_row / heads / a.nodes_per_tile, local = of_row / heads % a.nodes_per_tile;
+  const int head = of_row % heads, m = local * a.group + head % a.group;
+  int4 record = {};  // first row, nodes, first item, stride
+  int splits = 0;
+  if (tile < a.max_tiles) record = reinterpret_cast<const int4*>(a.tiles)[tile * 2], splits = a.tiles[tile * 8 + 4];
   if (a.early) wait_for_kernel_in_front();
-  if (splits <= 1 || local >= record.y) return;
-  const auto slot_of = [&](int i) { return static_cast<int64_t>(record.z + i * record.w) * a.kv_heads + head; };
+  if (splits <= 1 || local >= record.y) return;  // all sharers of a row leave together
+  const auto slot_of = [&](int i) { return static_cast<int64_t>(record.z + i * record.w) * a.kv_heads + head / a.group; };
   const auto top_of = [&](int i) { return a.stats[slot_of(i) * 2 * a.block_m + m]; };
   const auto part_of = [&](int i) {
     return *reinterpret_cast<const float4*>(a.part + (slot_of(i) * a.block_m + m) * kDim + lane * 4);
   };
-  constexpr int kHeld = 9;  // of 36 splits: asked for before the weights are known, one trip to L2 instead of two
+  constexpr int kHeld = 4;  // asked for before the weights are known
   float4 held[kHeld];
 #pragma unroll
   for (int u = 0; u < kHeld; ++u)
-    if (warp + 4 * u < splits) held[u] = part_of(warp + 4 * u);
+    if (share + sharers * u < splits) held[u] = part_of(share + sharers * u);
   float top = kNone, total = 0.0f;
   for (int i = lane; i < splits; i += 32) {
     const float here = top_of(i), sum = a.stats[(slot_of(i) * 2 + 1) * a.block_m + m];
@@ -336,19 +340,20 @@ __global__ void __launch_bounds__(128) merge_kernel(const AttentionArgs a) {
   };
 #pragma unroll
   for (int u = 0; u < kHeld; ++u)
-    if (warp + 4 * u < splits) add(held[u], exp2_fast(top_of(warp + 4 * u) - all));
+    if (share + sharers * u < splits) add(held[u], exp2_fast(top_of(share + sharers * u) - all));
 #pragma unroll 4
-  for (int i = warp + 4 * kHeld; i < splits; i += 4) add(part_of(i), exp2_fast(top_of(i) - all));
-  sums[warp][lane] = acc;
-  __syncthreads();
-  if (warp > 0) return;
-#pragma unroll
-  for (int w = 1; w < 4; ++w) {
-    const float4 x = sums[w][lane];
-    acc.x += x.x, acc.y += x.y, acc.z += x.z, acc.w += x.w;
+  for (int i = share + sharers * kHeld; i < splits; i += sharers) add(part_of(i), exp2_fast(top_of(i) - all));
+  if (sharers > 1) {
+    sums[warp][lane] = acc;
+    __syncthreads();
+    if (share > 0) return;
+    for (int w = 1; w < sharers; ++w) {
+      const float4 x = sums[warp + w][lane];
+      acc.x += x.x, acc.y += x.y, acc.z += x.z, acc.w += x.w;
+    }
   }
   const float factor = 1.0f / total;
-  T* to = static_cast<T*>(a.out) + ((record.x + local) * static_cast<int64_t>(a.kv_heads) * a.group + blockIdx.y) * kDim;
+  T* to = static_cast<T*>(a.out) + ((record.x + local) * static_cast<int64_t>(heads) + head) * kDim;
   *reinterpret_cast<uint2*>(to + lane * 4) = {pack<T>(acc.x * factor, acc.y * factor), pack<T>(acc.z * factor, acc.w * factor)};
 }
 
@@ -385,8 +390,10 @@ void tree_attention_typed(const AttentionArgs& a, uint64_t address) {
     case 128: launch_stages<T, 2, 4, 2>(a, stream); break;
     default: throw std::invalid_argument("block_m: expected 16, 32, 64 or 128, got " + std::to_string(a.block_m));
   }
-  launch_dependent(reinterpret_cast<const void*>(&merge_kernel<T>),
-                   dim3(a.max_tiles * a.nodes_per_tile, a.kv_heads * a.group), 128, 0, a, stream, "merge");
+  const int sharers = a.max_items > 8 * a.max_tiles ? 4 : 1;  // by shapes alone, as a graph must be
+  const int rows = a.max_tiles * a.nodes_per_tile * a.kv_heads * a.group, of_block = 4 / sharers;
+  launch_dependent(reinterpret_cast<const void*>(&merge_kernel<T>), dim3((rows + of_block - 1) / of_block), 128, 0, a,
+                   stream, "merge", sharers);
 }
 
 }  // namespace tlt::cuda

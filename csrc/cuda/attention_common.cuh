@@ -116,14 +116,14 @@ struct Sight {
 
 // Launches that may start before the kernel in front of them has ended.
 inline void launch_dependent(const void* kernel, dim3 grid, int threads, int bytes, const AttentionArgs& a,
-                             cudaStream_t stream, const char* name) {
+                             cudaStream_t stream, const char* name, int extra = 0) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = bytes, config.stream = stream;
   config.attrs = &attribute, config.numAttrs = 1;
-  void* arguments[] = {const_cast<AttentionArgs*>(&a)};
+  void* arguments[] = {const_cast<AttentionArgs*>(&a), &extra};  // as many as the kernel declares are read
   check(cudaLaunchKernelExC(&config, kernel, arguments), name);
 }
 

@@ -115,10 +115,10 @@ def default_tiling(geometry: Geometry, block_m: int) -> Tiling:
 def cuda_tiling(block_m: int, hopper: bool) -> Tiling:
     """Found as `default_tiling`: one block of threads for each multiprocessor, so that all items end together."""
     if block_m == 16:
-        return Tiling(block_n=16, warps=4, stages=6, programs=1, min_blocks=8, kernels="cuda")
+        return Tiling(block_n=16, warps=4, stages=4, programs=1, min_blocks=8, kernels="cuda")
     if hopper:
-        stages, programs = (3, 2) if block_m <= 64 else (4, 1)
-        return Tiling(16, 4 if block_m <= 64 else 8, stages, programs, min_blocks=8, kernels="hopper")
+        warps, stages = (4, 4) if block_m <= 64 else (8, 3)
+        return Tiling(block_n=16, warps=warps, stages=stages, programs=1, min_blocks=8, kernels="hopper")
     return Tiling(block_n=16, warps=4 if block_m == 32 else 8, stages=3, programs=1, min_blocks=8, kernels="cuda")
 
 
