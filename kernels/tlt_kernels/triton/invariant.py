@@ -19,7 +19,13 @@ from torch import Tensor
 
 from tlt_kernels.triton.attention import INTERPRETED, LOG2_E, Geometry
 from tlt_kernels.triton.attention_kernels import RECORD, schedule_kernel
-from tlt_kernels.triton.invariant_kernels import SPLIT, invariant_prefix_kernel, invariant_recent_kernel
+from tlt_kernels.triton.invariant_kernels import (
+    RECENT,
+    SPLIT,
+    invariant_prefix_kernel,
+    invariant_recent_kernel,
+    recent_slots_kernel,
+)
 
 PART_BYTES = 128 << 20  # of parts; a step that would need more folds a tile's splits in one program
 WAVES = 4  # programs of the prefix pass for each multiprocessor, at most
@@ -81,13 +87,14 @@ class InvariantAttention:
         self._part_tiles = max(tiles, min(tiles * -(-max_keys // SPLIT), part_bytes // (4 * tile_floats)))
         stats_floats = geometry.kv_heads * self.sizes.block_m * 2
         self._tiles = torch.empty(max(tiles, 1), RECORD, dtype=torch.int32, device=self.device)
+        self._recent = torch.empty(max_rows, RECENT, dtype=torch.int32, device=self.device)
         self._items = torch.empty(max(tiles, 1), RECORD, dtype=torch.int32, device=self.device)
         self._parts = torch.empty(self._part_tiles * tile_floats, dtype=torch.float32, device=self.device)
         self._stats = torch.empty(self._part_tiles * stats_floats, dtype=torch.float32, device=self.device)
 
     @property
     def workspace_bytes(self) -> int:
-        buffers = (self._tiles, self._items, self._parts, self._stats)
+        buffers = (self._tiles, self._items, self._recent, self._parts, self._stats)
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
     def _max_tiles(self, rows: int, batch: int) -> int:
@@ -108,11 +115,15 @@ class InvariantAttention:
         splits = -(-page_table.shape[1] * self.geometry.page // SPLIT)
         parts = splits if max_tiles * splits <= self._part_tiles else 1
         spread = WAVES * self.multiprocessors // max(1, max_tiles * self.geometry.kv_heads)
-        if batch > 0:
+        if batch > 0 and rows > 0:
             schedule_kernel[(batch,)](
                 prefix_lens, node_indptr, causal, self._items, self._tiles, batch, 1, max_tiles, max_tiles,
                 self.nodes_per_tile, BLOCK_N=64, MIN_BLOCKS=1, WINDOW=0, BATCH=triton.next_power_of_2(batch),
                 num_warps=1,
+            )
+            recent_slots_kernel[(max_tiles * self.nodes_per_tile,)](
+                page_table, prefix_lens, ancestors, causal, positions, self._tiles, self._recent, page_table.stride(0),
+                self.nodes_per_tile, PAGE=self.geometry.page, RECENT=RECENT, num_warps=2,
             )
         return InvariantStep(
             page_table, prefix_lens, node_indptr, ancestors, causal, positions, rows, max_tiles, parts,
@@ -137,7 +148,7 @@ class InvariantAttention:
             out = torch.empty(shape, dtype=q.dtype, device=q.device)
         if step.rows == 0:
             return out
-        strides = (q.stride(0), q.stride(1), *k_cache.stride()[:3], step.page_table.stride(0))
+        strides = (q.stride(0), q.stride(1), *k_cache.stride()[:3])
         fixed = {
             "GROUP": geometry.group, "HEADS": geometry.kv_heads, "D": geometry.head_dim, "PAGE": geometry.page,
             "WINDOW": geometry.window, "PRECISION": "ieee" if geometry.dtype == torch.float32 else "tf32",
@@ -145,12 +156,13 @@ class InvariantAttention:
         }
         invariant_prefix_kernel[(step.max_tiles, step.programs, geometry.kv_heads)](
             q, k_cache, v_cache, step.page_table, step.positions, self._tiles, self._parts, self._stats,
-            scale * LOG2_E, *strides, step.parts, BLOCK_N=sizes.prefix_n, num_warps=sizes.warps, **fixed,
+            scale * LOG2_E, *strides, step.page_table.stride(0), step.parts, BLOCK_N=sizes.prefix_n,
+            num_warps=sizes.warps, **fixed,
         )
         invariant_recent_kernel[(step.max_tiles * self.nodes_per_tile, geometry.kv_heads)](
-            q, k_cache, v_cache, step.page_table, step.prefix_lens, step.ancestors, step.causal, step.positions,
-            self._tiles, self._parts, self._stats, out, scale * LOG2_E, *strides, step.parts, self.nodes_per_tile,
-            BLOCK_N=sizes.recent_n, BLOCK_G=max(16, triton.next_power_of_2(geometry.group)), num_warps=4, **fixed,
+            q, k_cache, v_cache, step.positions, self._tiles, self._recent, self._parts, self._stats, out,
+            scale * LOG2_E, *strides, step.parts, self.nodes_per_tile, BLOCK_N=sizes.recent_n, RECENT=RECENT,
+            BLOCK_G=max(16, triton.next_power_of_2(geometry.group)), num_warps=4, **fixed,
         )
         return out
 

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 SPLIT = 512  # keys: at 32k one request gives 64 splits x 4 heads for 132 multiprocessors
+RECENT = 192  # recent keys of a row at most
 
 
 @triton.jit
@@ -63,11 +64,47 @@ def _fold_block(top, total, acc, q, k, v, visible, scale_log2, PRECISION: tl.con
 
 
 @triton.jit
-def _load_keys(k_cache, v_cache, table, slot, inside, column, inner, page_stride, slot_stride, PAGE: tl.constexpr):
-    page = tl.load(table + slot // PAGE, mask=inside, other=0)
-    at = (page.to(tl.int64) * page_stride + (slot % PAGE) * slot_stride)[:, None] + column[None, :]
+def _load_keys(k_cache, v_cache, page, place, inside, column, inner, page_stride, slot_stride):
+    at = (page.to(tl.int64) * page_stride + place * slot_stride)[:, None] + column[None, :]
     mask = inside[:, None] & inner[None, :]
     return tl.load(k_cache + at, mask=mask, other=0.0), tl.load(v_cache + at, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["table_stride", "nodes_per_tile"])
+def recent_slots_kernel(
+    page_table, prefix_lens, ancestors, causal, positions, tiles, recent, table_stride, nodes_per_tile,
+    PAGE: tl.constexpr, RECENT: tl.constexpr,
+):
+    """Grid (T * nodes per tile): recent int32 [R, RECENT] is filled with the flat slots (page * PAGE + place) of each
+    row's recent keys in path order. Once a step, so that no layer looks through ancestor bits and pages again."""
+    tile = tl.program_id(0) // nodes_per_tile
+    local = tl.program_id(0) % nodes_per_tile
+    if tl.load(tiles + tile * 8 + 4) == 0:
+        return
+    if local >= tl.load(tiles + tile * 8 + 1):
+        return
+    row = tl.load(tiles + tile * 8) + local
+    b = tl.load(tiles + tile * 8 + 5)
+    prefix = tl.load(prefix_lens + b)
+    chunked = tl.load(causal + b) != 0
+    t = tl.load(positions + row).to(tl.int32)
+    border = _border(t)
+    table = page_table + b.to(tl.int64) * table_stride
+    target = recent + row.to(tl.int64) * RECENT
+
+    committed = border + tl.arange(0, 256)  # and a chunk's own rows
+    inside = (committed <= t) & ((committed < prefix) | chunked)
+    page = tl.load(table + committed // PAGE, mask=inside, other=0)
+    tl.store(target + committed - border, page * PAGE + committed % PAGE, mask=inside)
+
+    node = tl.arange(0, 128)
+    word = tl.load(ancestors + row * 2 + node // 64)
+    on_path = ((word >> (node % 64).to(tl.int64)) & 1).to(tl.int32)
+    key = prefix + tl.cumsum(on_path, 0) - 1  # of a path node, by its depth
+    slot = prefix + node
+    kept = (on_path != 0) & (key <= t) & (not chunked)
+    page = tl.load(table + slot // PAGE, mask=kept, other=0)
+    tl.store(target + key - border, page * PAGE + slot % PAGE, mask=kept)
 
 
 # Strides of q and the cache are specialized: they are the same in every step of an engine, and without the knowledge
@@ -118,9 +155,9 @@ def invariant_prefix_kernel(
             begin = end
         for start in tl.range(begin, tl.minimum(end, split * SPLIT + SPLIT), BLOCK_N, num_stages=STAGES):
             key = start + n
-            k, v = _load_keys(
-                k_cache, v_cache, table, key, key < end, column, d < D, page_stride, slot_stride, PAGE
-            )
+            inside = key < end
+            page = tl.load(table + key // PAGE, mask=inside, other=0)
+            k, v = _load_keys(k_cache, v_cache, page, key % PAGE, inside, column, d < D, page_stride, slot_stride)
             visible = (key[None, :] < border[:, None])
             if WINDOW > 0:
                 visible &= t[:, None] - key[None, :] < WINDOW
@@ -139,13 +176,13 @@ def invariant_prefix_kernel(
         tl.store(stats + slot * (2 * BLOCK_M) + BLOCK_M + m, run_total, mask=live)
 
 
-@triton.jit(do_not_specialize=["table_stride", "parts", "nodes_per_tile"])
+@triton.jit(do_not_specialize=["parts", "nodes_per_tile"])
 def invariant_recent_kernel(
-    q, k_cache, v_cache, page_table, prefix_lens, ancestors, causal, positions, tiles, part, stats, out, scale_log2,
-    q_row, q_head, page_stride, slot_stride, head_stride, table_stride, parts, nodes_per_tile,
+    q, k_cache, v_cache, positions, tiles, recent, part, stats, out, scale_log2, q_row, q_head, page_stride,
+    slot_stride, head_stride, parts, nodes_per_tile,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, RECENT: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Grid (T * nodes per tile, Hkv): the query heads of one KV head at one row, to out [R, Hq, D]."""
     tile = tl.program_id(0) // nodes_per_tile
@@ -156,9 +193,6 @@ def invariant_recent_kernel(
     if local >= tl.load(tiles + tile * 8 + 1):
         return
     row = tl.load(tiles + tile * 8) + local
-    b = tl.load(tiles + tile * 8 + 5)
-    prefix = tl.load(prefix_lens + b)
-    chunked = tl.load(causal + b) != 0
     t = tl.load(positions + row).to(tl.int32)
     border = _border(t)
 
@@ -168,13 +202,8 @@ def invariant_recent_kernel(
     mine = (g < GROUP)[:, None] & (d < D)[None, :]
     q_at = q + row.to(tl.int64) * q_row + (head * GROUP + g)[:, None] * q_head + d[None, :]
     q_tile = tl.load(q_at, mask=mine, other=0.0)
-    table = page_table + b.to(tl.int64) * table_stride
+    slots = recent + row.to(tl.int64) * RECENT
     column = head * head_stride + d
-
-    node = tl.arange(0, 128)
-    word = tl.load(ancestors + row * 2 + node // 64)
-    on_path = ((word >> (node % 64).to(tl.int64)) & 1).to(tl.int32)
-    depth = tl.where(on_path != 0, tl.cumsum(on_path, 0) - 1, -1)  # of a path node, counted from the tree's root
 
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -182,10 +211,10 @@ def invariant_recent_kernel(
     for start in tl.range(border, t + 1, BLOCK_N, num_stages=STAGES):
         key = start + n
         inside = key <= t
-        at_depth = depth[None, :] == (key - prefix)[:, None]
-        index = tl.sum(tl.where(at_depth, node[None, :], 0), 1)
-        slot = tl.where((key < prefix) | chunked, key, prefix + index)
-        k, v = _load_keys(k_cache, v_cache, table, slot, inside, column, d < D, page_stride, slot_stride, PAGE)
+        slot = tl.load(slots + key - border, mask=inside, other=0)
+        k, v = _load_keys(
+            k_cache, v_cache, slot // PAGE, slot % PAGE, inside, column, d < D, page_stride, slot_stride
+        )
         visible = inside
         if WINDOW > 0:
             visible = inside & (t - key < WINDOW)
