@@ -2,8 +2,8 @@
 
     python -m bench.merge FILE [--commit SHA]
 
-FILE: the <area>.json of a run with --out. --commit: what was measured, for records made where git was not. Knows
-nothing of what is measured.
+FILE: the <area>.json of a run with --out. --commit: what was measured, for records made where git was not.
+Knows nothing of what is measured.
 """
 
 from __future__ import annotations

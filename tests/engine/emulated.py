@@ -169,6 +169,7 @@ def emulation(buckets: Buckets | None = BUCKETS, graph_bytes: int = 10**9, memor
         patch.setattr(engine, "build_kv", build_kv)
         patch.setattr(engine, "build_runner", build_runner)
         patch.setattr(staging, "pinned", lambda size: torch.empty(size, dtype=torch.uint8))
+        patch.setattr(staging, "copy_bytes", lambda to, source, a, b, where: to[a:b].copy_(source[a:b]))
         patch.setattr(device, "Capturer", PlayedCapturer)
         patch.setattr(device, "CudaPass", PlayedPass)
         patch.setattr(device, "cuda", PlayedOps)

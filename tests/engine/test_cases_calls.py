@@ -166,7 +166,6 @@ def test_score_ends_at_the_context():
     engine.check_integrity()
 
 
-@pytest.mark.xfail(strict=True, reason="ModelRunner._force hands the -1 of a row without a distribution to the sampler")
 def test_k01_a_row_without_a_distribution_harms_no_score_beside_it():
     engine = tiny_engine()
     barred = SamplingParams(max_tokens=5, min_tokens=3, allowed_token_ids=[5], stop_token_ids=[5])

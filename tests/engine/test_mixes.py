@@ -127,7 +127,8 @@ def naive(prompt: list[int], prior: list[int], p: SamplingParams, key: int, inde
         generated = len(prior) + len(out.token_ids)
         if generated <= p.min_tokens:
             floor = len(out.text)
-        stops = [(at, order, s) for order, s in enumerate(p.stop or ()) if (at := out.text.find(s, floor)) >= 0]
+        found = [(out.text.find(s, max(floor - len(s) + 1, 0)), order, s) for order, s in enumerate(p.stop or ())]
+        stops = [match for match in found if match[0] >= 0]
         if stops:
             at, _, stop = min(stops)
             out.text = out.text[: at + len(stop) if p.include_stop_str_in_output else at]
@@ -424,7 +425,7 @@ def without_top_p(honest):
 
 def at_the_very_end(honest):
     """Stop strings that are only looked for where the newest token ends."""
-    return lambda text, new, stops, floor=0: honest(text, min(new, 1), stops, floor)
+    return lambda text, new, stops: honest(text, min(new, 1), stops)
 
 
 def without_the_partial_page(honest):

@@ -81,7 +81,7 @@ class EngineCore:
 
     def _launch_ahead(self, current: Pass) -> Pass | None:
         """The plain step after `current`, if that is what schedule() would come to: the same samples, no drafts, and
-        none known to end but by its tokens. What a sample that ends meanwhile then computes is thrown away: it has written
+        none known to end but by its tokens. What a sample that ends meanwhile then computes is thrown away: it wrote
         behind its own keys, on a page that nobody else can have been given before that pass."""
         samples = current.samples
         drafting = self.drafter is not None and any(s.seq.speculate for s in samples)

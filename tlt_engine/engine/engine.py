@@ -284,7 +284,7 @@ class RolloutEngine:
                 assert self._pool.used == 0, f"nothing in flight, yet pages in use: {self._pool.used} != 0"
 
     def next_logits(self, token_ids: Seq[int]) -> Tensor:
-        """fp32 [V]: the target's unmodified logits after token_ids, in one plain pass with KV of its own. For checks."""
+        """fp32 [V]: the target's unmodified logits after token_ids, in one plain pass with its own KV. For checks."""
         from tlt_engine.engine.equality import plain_logits
 
         ids = check_ids(token_ids, self.model_config.vocab_size, "token_ids")

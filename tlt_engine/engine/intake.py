@@ -190,10 +190,8 @@ class Intake:
         text = IncrementalText(
             self._tokenizer, sample.seq.token_ids[: sample.new_start], params.skip_special_tokens
         )
-        for count, token in enumerate(sample.output.token_ids, start=sample.request.prior_len + 1):
+        for token in sample.output.token_ids:
             text.append(token)
-            if count <= params.min_tokens:
-                sample.stop_floor = len(text.text)
         return text
 
     def _warn_once_about(self, params: SamplingParams) -> None:

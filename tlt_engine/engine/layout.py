@@ -23,7 +23,7 @@ I64, I32, F32, U8 = torch.int64, torch.int32, torch.float32, torch.uint8
 
 
 def frame_sections(requests: int, rows: int, decode_rows: int, pages: int) -> Sections:
-    """The inputs of a pass and of the draw after it. depths, parents: of the draft trees; draws: position of the token
+    """The inputs of a pass and of the draw after it, in the order of csrc/bindings/step.cpp. depths, parents: of the draft trees; draws: position of the token
     drawn at a row."""
     return {
         "token_ids": ((rows,), I64), "positions": ((rows,), I64), "slots": ((rows,), I64),
@@ -55,11 +55,9 @@ class Layout:
             d["ancestors"], d["causal"], logit_rows=d["positions"],  # as many as rows: all of them
         )
         self._page_size = page_size
-        self._trees = {
-            name: torch.from_numpy(frame.host[name])
-            for name in ("token_ids", "parents", "depths", "ancestors", "node_indptr")
-        }
-        self._addresses = {name: tensor.data_ptr() for name, tensor in self._trees.items()}
+        self._dummy_page = dummy_page
+        self._host = {name: torch.from_numpy(frame.host[name]) for name in frame.host}
+        self._addresses = [tensor.data_ptr() for tensor in self._host.values()]
         self._view: DeviceView | None = None
         self._view_sizes = (0, 0)
         rows = len(d["token_ids"])
@@ -98,45 +96,22 @@ class Layout:
             host[name][drawn:] = 0
 
     def fill_decodes(self, trees: Seq[DraftTree], sequences: Seq[Sequence], temperature: Seq[float]) -> PackedStep:
-        """fill(pack_step(...)) of a step without chunks, straight into the host arrays: the GPU waits for this before
-        every verification (45 us for a tree of 32 nodes, where the two calls took 105). Returns the step on the host,
-        for row_params: inputs are those of the layout."""
-        host, n = self.frame.host, len(trees)
-        nodes = np.fromiter((len(tree.tokens) for tree in trees), np.int64, n)
-        bounds, prefix, table = host["node_indptr"], host["prefix_lens"], host["page_table"]
-        bounds[0] = 0
-        np.cumsum(nodes, out=bounds[1 : n + 1])
-        rows = int(bounds[n])
-        host["token_ids"][:rows] = [token for tree in trees for token in tree.tokens]
-        host["parents"][:rows] = [parent for tree in trees for parent in tree.parents]
-        packed = self._pack_trees(n, rows)
-        prefix[:n] = [seq.kv_len for seq in sequences]
-        for b, seq in enumerate(sequences):
-            table[b, : len(seq.pages)] = seq.pages
-        committed = np.repeat(prefix[:n].astype(np.int64), nodes)
-        positions, size = host["positions"][:rows], self._page_size
-        np.add(committed, host["depths"][:rows], out=positions)
-        np.add(positions, 1, out=host["draws"][:rows])
-        logical = committed + np.arange(rows) - np.repeat(bounds[:n], nodes)
-        pages = table[np.repeat(np.arange(n), nodes), logical // size]
-        np.add(pages * np.int64(size), logical % size, out=host["slots"][:rows])
-        for name, values in (
-            ("keys", [s.key for s in sequences]), ("samples", [s.sample for s in sequences]),
-            ("segments", [s.segment for s in sequences]), ("temperature", temperature),
-        ):
-            host[name][:rows] = np.repeat(np.array(values, host[name].dtype), nodes)
-        host["causal"][:n] = 0
-        self._pad(n, rows, rows)
-        return PackedStep(self.inputs, packed, nodes, [])
-
-    def _pack_trees(self, batch: int, rows: int) -> PackedTrees:
-        """tlt_kernels.pack_trees of the host arrays in place. The trees are the engine's own, checked when built."""
-        at, t = self._addresses, self._trees
-        extension().pack_trees(at["parents"], at["node_indptr"], batch, rows, at["depths"], at["ancestors"])
-        return PackedTrees(
-            t["token_ids"][:rows], t["parents"][:rows], t["depths"][:rows], t["ancestors"][:rows],
-            t["node_indptr"][: batch + 1],
+        """fill(pack_step(...)) of a step without chunks, in one C++ call straight into the host arrays: the GPU waits for
+        this before every verification. Returns the step on the host, for row_params: its inputs are the layout's."""
+        works = [
+            (tree.tokens, tree.parents, seq.pages, (seq.kv_len, seq.key, seq.sample, seq.segment, t))
+            for tree, seq, t in zip(trees, sequences, temperature)
+        ]
+        host, n = self._host, len(trees)
+        rows = extension().pack_decodes(
+            works, self._addresses, len(host["token_ids"]), len(host["prefix_lens"]), self._page_size,
+            host["page_table"].shape[1], self._dummy_page,
         )
+        packed = PackedTrees(
+            host["token_ids"][:rows], host["parents"][:rows], host["depths"][:rows], host["ancestors"][:rows],
+            host["node_indptr"][: n + 1],
+        )
+        return PackedStep(self.inputs, packed, np.fromiter((len(t.tokens) for t in trees), np.int64, n), [])
 
     def view(self, packed: PackedStep) -> DeviceView:
         """The step's own rows on the device, padding left out."""

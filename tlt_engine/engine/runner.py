@@ -6,7 +6,7 @@ ModelRunner does it step by step, on whatever device the packed step is on; devi
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -138,13 +138,14 @@ class ModelRunner:
     ) -> SampleResult:
         """`score`: at a row of a forced sample the token is given. Its tree is the chain of the given tokens, so the
         walk accepts all of it."""
-        tokens = drawn.tokens.clone()
+        tokens = drawn.tokens.clamp_min(0)
         for s, tree, start in zip(samples, trees, starts):
             if s.forced is not None:
                 done = len(s.output.token_ids)
                 given = s.forced[done : done + len(tree)]
                 tokens[start : start + len(given)] = torch.tensor(given, device=tokens.device)
-        return sample(logits, ids, params, vocab_limit=self.vocab_limit, forced=tokens, want_raw=want_raw)
+        scored = sample(logits, ids, params, vocab_limit=self.vocab_limit, forced=tokens, want_raw=want_raw)
+        return replace(scored, tokens=torch.where(drawn.tokens < 0, drawn.tokens, scored.tokens))
 
     def _apply_processors(self, samples: Seq[Sample], starts: np.ndarray, logits: Tensor) -> dict[int, Tensor]:
         """Run the logits processors, in place. Their samples decode without speculation, so a processor sees committed
@@ -155,6 +156,12 @@ class ModelRunner:
             if processor is not None and s.forced is None:
                 before[row] = logits[row].float().clone()
                 processed = processor(tuple(s.output.token_ids), before[row].cpu().clone())
+                if not isinstance(processed, Tensor) or processed.shape != before[row].shape:
+                    got = list(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
+                    raise ValueError(
+                        f"logits_processor: expected to return a tensor [{len(before[row])}], got {got}; return the "
+                        f"logits it was given, changed (sequence {s.seq.seq_id})"
+                    )
                 logits[row] = processed.to(logits.device, logits.dtype)
         return before
 

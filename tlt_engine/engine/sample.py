@@ -33,7 +33,6 @@ class Sample:
     forced: tuple[int, ...] | None = None
     quota_end: int | None = None
     audit_of: Sample | None = None
-    stop_floor: int = 0  # stop strings match only text at or after this character
 
     @property
     def ended(self) -> bool:

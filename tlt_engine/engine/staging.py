@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tlt_kernels.cuda import copy_bytes
 from torch import Tensor
 
 ALIGN = 16
@@ -103,7 +104,7 @@ class Staging:
         self._copied.synchronize()
 
     def _copy(self, start: int, end: int) -> None:
-        self._device[start:end].copy_(self._host[start:end], non_blocking=True)
+        copy_bytes(self._device, self._host, start, end, self._device.device)
         self._copied.record()
 
 
@@ -137,7 +138,7 @@ class Results:
 
     def fetch(self, frame: Frame) -> torch.cuda.Event:
         """Starts the copy; the frame's host arrays hold the results once the event has happened."""
-        self._hosts[self._turn][: frame.end].copy_(self._device[: frame.end], non_blocking=True)
+        copy_bytes(self._hosts[self._turn], self._device, 0, frame.end, self._device.device)
         done = torch.cuda.Event()
         done.record()
         return done

@@ -48,12 +48,10 @@ class StopRule:
             return None
         before = len(text.text)
         new = text.append(token)
-        if not self._strings or not new:
+        # As in vLLM a match may start within the first min_tokens tokens, but not end there.
+        if not self._strings or not new or sample.seq.output_len <= self._params.min_tokens:
             return None
-        if sample.seq.output_len <= self._params.min_tokens:
-            sample.stop_floor = len(text.text)  # the first min_tokens tokens' text cannot match, as in vLLM
-            return None
-        found = find_stop(text.text, len(text.text) - before, self._strings, sample.stop_floor)
+        found = find_stop(text.text, len(text.text) - before, self._strings)
         if found is None:
             return None
         stop, at = found

@@ -47,12 +47,12 @@ class IncrementalText:
         self._window = self._read = len(self._ids)
 
 
-def find_stop(text: str, new_chars: int, stops: Sequence[str], floor: int = 0) -> tuple[str, int] | None:
-    """The earliest stop string that ends within the last `new_chars` of `text` and starts at or after `floor`, with the
-    index where it starts; of several that start together the first listed."""
+def find_stop(text: str, new_chars: int, stops: Sequence[str]) -> tuple[str, int] | None:
+    """The earliest stop string that ends within the last `new_chars` of `text`, with the index where it starts; of
+    several that start together the first listed."""
     best: tuple[str, int] | None = None
     for stop in stops:
-        at = text.find(stop, max(floor, len(text) - new_chars - len(stop) + 1, 0))
+        at = text.find(stop, max(len(text) - new_chars - len(stop) + 1, 0))
         if at >= 0 and (best is None or at < best[1]):
             best = (stop, at)
     return best
