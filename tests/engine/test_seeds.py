@@ -150,6 +150,19 @@ def test_h06_old_prefixes_never_serve_new_weights():
     assert tokens(engine.generate([prompt], PARAMS)) == plain_outputs([prompt], PARAMS, model_seed=99)
 
 
+def test_h08_a_subset_is_taken_when_asked_for_and_reported():
+    engine, norm = tiny_engine(), "model.norm.weight"
+    weights = new_weights()
+    before = tokens(engine.generate([PROMPT], PARAMS))
+    with pytest.raises(ValueError, match="missing"):
+        engine.update_weights({norm: weights[norm]})
+    assert tokens(engine.generate([PROMPT], PARAMS)) == before
+    report = engine.update_weights({norm: weights[norm], "model.unknown": weights[norm]}, strict=False)
+    assert report.loaded == (norm,) and report.unexpected == ("model.unknown",) and len(report.missing) > 5
+    merged = engine.model.named_weights()
+    assert dict(merged)[norm].tolist() == weights[norm].tolist() and engine.weight_version == "1"
+
+
 def test_prior_output_counts_as_output_and_is_part_of_the_key():
     prior = [10, 11, 12]
     params = SamplingParams(

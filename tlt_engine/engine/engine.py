@@ -21,6 +21,7 @@ from tlt_engine.engine.intake import Intake
 from tlt_engine.engine.prompts import Prompt, as_list, as_prompt_list, check_ids, params_for_each
 from tlt_engine.engine.sample import Request, Sample
 from tlt_engine.engine.stops import Stop
+from tlt_engine.models import LoadReport
 from tlt_engine.outputs import RequestOutput
 from tlt_engine.scheduler.scheduler import Scheduler
 from tlt_engine.speculation.drafter import Drafter
@@ -230,14 +231,18 @@ class RolloutEngine:
         hide different weights."""
         return f"{self._core.version}:{self._fingerprint}"
 
-    def update_weights(self, weights: Any, *, weight_version: str | int | None = None) -> None:
+    def update_weights(
+        self, weights: Any, *, weight_version: str | int | None = None, strict: bool = True
+    ) -> LoadReport:
         """Copy new target weights in place: a mapping or pairs of (Hugging Face name, tensor), validated whole before
         anything changes. Requests in flight keep their tokens, have their KV recomputed under the new weights, and go
-        on in a new noise segment. weight_version labels later tokens; default: a count."""
+        on in a new noise segment. weight_version labels later tokens; default: a count. strict=False takes a subset;
+        the report names what was loaded, missing and unexpected."""
         with self._lock:
             self._refuse_inside_step("update_weights")
-            self.model.load_weights(_named_tensors(weights))
+            report = self.model.load_weights(_named_tensors(weights), strict=strict)
             self._take_new_weights(weight_version)
+            return report
 
     def reset_prefix_cache(self) -> None:
         with self._lock:
