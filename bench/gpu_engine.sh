@@ -9,9 +9,6 @@ arch=$(python3 -c "import torch; print('%d%d' % torch.cuda.get_device_capability
   -DCMAKE_CUDA_ARCHITECTURES="$arch" -DPython_EXECUTABLE="$(which python3)" \
   -Dpybind11_DIR="$(python3 -m pybind11 --cmakedir)" && cmake --build /tmp/build) >"$out/build.log" 2>&1 &
 build=$!
-# Capturing needs no extension: it compiles the Triton kernels of the model meanwhile.
-timeout 120 python3 -m bench.decode --only graphs --out "$out" >"$out/graphs.log" 2>&1
-echo "== graphs ($SECONDS s)"; tail -60 "$out/graphs.log" | cut -c1-150
 wait $build || { tail -30 "$out/build.log"; exit 1; }
 echo "== built ($SECONDS s)"
 serial="released or out_of_memory or share_no_pool or random_switches"
@@ -21,5 +18,5 @@ if [ -z "${NO_TESTS:-}" ]; then
   timeout 60 python3 -m pytest tests/gpu/test_engine.py -k "$serial" --tb=short -p no:warnings >>"$out/engine_tests.log" 2>&1
   echo "== engine tests ($SECONDS s)"; grep -v "^$\|Warning\|warner" "$out/engine_tests.log" | tail -70 | cut -c1-180
 fi
-timeout 200 python3 -m bench.decode --only plain,verify,profile --out "$out" "$@" >"$out/decode.log" 2>&1
+timeout 200 python3 -m bench.decode --only ${PARTS:-plain,verify,profile,graphs} --out "$out" "$@" >"$out/decode.log" 2>&1
 echo "== decode ($SECONDS s)"; tail -95 "$out/decode.log" | cut -c1-150

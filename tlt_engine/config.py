@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tlt_engine.rng import check_seed
@@ -245,6 +246,15 @@ class SamplingParams:
             raise refuse("logits_processor", expected, self.logits_processor, "pass a function")
         if self.stop and not self.detokenize:
             raise refuse("detokenize", "True when stop strings are given", False, "use stop_token_ids instead")
+
+    @cached_property
+    def unfiltered(self) -> bool:
+        """The distribution is softmax(logits / temperature), but for min_tokens and a logits processor."""
+        return (
+            self.top_k == 0 and self.top_p == 1 and self.min_p == 0 and not self.logit_bias
+            and self.allowed_token_ids is None
+            and (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) == (1.0, 0.0, 0.0)
+        )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse ids outside [0, vocab_size). Called when a request meets its model."""

@@ -12,6 +12,7 @@ void bind_linear(py::module_& m);
 void bind_elementwise(py::module_& m);
 void bind_noise(py::module_& m);
 void bind_sample(py::module_& m);
+void bind_step(py::module_& m);
 void bind_tree(py::module_& m);
 void bind_suffix(py::module_& m);
 

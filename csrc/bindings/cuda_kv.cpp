@@ -52,5 +52,11 @@ void bind_cuda_kv(py::module_& m) {
       py::arg("node_indptr"), py::arg("depths"), py::arg("prefix_lens"), py::arg("page_table"), py::arg("table_width"),
       py::arg("page"), py::arg("pad_slot"), py::arg("batch"), py::arg("rows"), py::arg("positions"), py::arg("draws"),
       py::arg("slots"), py::kw_only(), py::arg("stream"));
+  m.def(
+      "cuda_copy",
+      [](uint64_t to, uint64_t from, int64_t bytes, uint64_t stream) {
+        tlt::cuda::copy_async(at<void>(to), at<void>(from), bytes, stream);
+      },
+      py::arg("to"), py::arg("from_"), py::arg("bytes"), py::kw_only(), py::arg("stream"));
 }
 #endif

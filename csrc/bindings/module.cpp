@@ -15,6 +15,7 @@ PYBIND11_MODULE(_C, m) {
   bind_elementwise(m);
   bind_noise(m);
   bind_sample(m);
+  bind_step(m);
   bind_tree(m);
   bind_suffix(m);
 #ifdef TLT_WITH_CUDA

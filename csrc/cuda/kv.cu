@@ -182,4 +182,8 @@ void step_inputs(const int32_t* node_indptr, const int32_t* depths, const int32_
   check_launch("step_inputs");
 }
 
+void copy_async(void* to, const void* from, int64_t bytes, uint64_t stream) {
+  if (bytes > 0) check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, as_stream(stream)), "copy_async");
+}
+
 }  // namespace tlt::cuda

@@ -39,4 +39,7 @@ void step_inputs(const int32_t* node_indptr, const int32_t* depths, const int32_
                  int32_t page_size, int64_t pad_slot, int32_t batch, int32_t rows, int64_t* positions, int64_t* draws,
                  int64_t* slots, uint64_t stream);
 
+// cudaMemcpyAsync between pinned host memory and the device, either way.
+void copy_async(void* to, const void* from, int64_t bytes, uint64_t stream);
+
 }  // namespace tlt::cuda

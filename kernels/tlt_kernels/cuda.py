@@ -254,3 +254,11 @@ def step_inputs(
         page, pad_slot, len(prefix_lens), len(positions), positions.data_ptr(), draws.data_ptr(), slots.data_ptr(),
         stream=current_stream(positions.device),
     )
+
+
+def copy_bytes(to: Tensor, source: Tensor, start: int, end: int, device: torch.device) -> None:
+    """Bytes [start, end) of `source` to the same place in `to`, uint8 each, one pinned and one on `device`, on its
+    current stream. 4 us of host time, where Tensor.copy_ of two slices takes 35."""
+    extension().cuda_copy(
+        to.data_ptr() + start, source.data_ptr() + start, end - start, stream=current_stream(device)
+    )

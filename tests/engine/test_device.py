@@ -3,20 +3,26 @@ ahead, is padded, captured, evicted or thrown away."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.drafters import AdversarialDrafter, ReplayDrafter
 from tests.engine.emulated import BUCKETS, PlayedOps, emulation
 from tests.engine.engines import OFF, greedy, shared_hf, tiny_engine, tokens
-from tlt_engine import RolloutEngine, SamplingParams
+from tlt_engine import DraftTree, RolloutEngine, SamplingParams
 from tlt_engine.engine import build, device
 from tlt_engine.engine import engine as engine_module
+from tlt_engine.engine.layout import Layout, frame_sections
+from tlt_engine.engine.packing import StepBuffers, noise_ids, pack_step
+from tlt_engine.engine.staging import Staging
 from tlt_engine.graphs.buckets import Buckets, GraphKey
+from tlt_engine.scheduler.sequence import Batch, Decode, Sequence
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11] * 6, list(range(20, 45))]
 PLAIN = SamplingParams(temperature=0.9, max_tokens=40, n=2, seed=7, stop_token_ids=[3, 9])
@@ -291,3 +297,55 @@ def test_the_engine_says_what_it_holds():
     assert memory["kv"] == engine._core.runner.kv.data.nbytes
     assert memory["buffers"] > engine._core.runner._logits.nbytes
     assert torch.is_tensor(engine._core.runner._logits)
+
+
+def test_one_call_packs_what_the_steps_do():
+    """fill_decodes (C++) against pack_step and fill (numpy), every array, padding included."""
+    rng = random.Random(0)
+    for trial in range(40):
+        batch, page = rng.randint(1, 6), rng.choice([1, 4, 16])
+        trees, sequences = [], []
+        for b in range(batch):
+            nodes = rng.choice([1, 2, 17, 64, 65, 128])
+            tokens = rng.sample(range(1000), nodes)
+            trees.append(DraftTree(tuple(tokens), (-1, *(rng.randint(max(0, i - 9), i - 1) for i in range(1, nodes)))))
+            kv_len = rng.randint(0, 60)
+            seq = Sequence(b, "", SamplingParams(), [0], 1, 999, rng.randint(-(2**63), 2**63 - 1), rng.randint(0, 9), 3)
+            seq.kv_len, seq.pages = kv_len, rng.sample(range(500), -(-(kv_len + nodes) // page))
+            sequences.append(seq)
+        temperatures = [rng.choice([0.0, 0.7, 1.0]) for _ in trees]
+        rows, pages = sum(map(len, trees)), max(len(s.pages) for s in sequences) + 2
+        layouts = []
+        for _ in range(2):
+            where = Staging(1 << 20, torch.device("cpu"))
+            frame = where.frame(frame_sections(batch + 2, rows + 5, rows + 5, pages))
+            for array in frame.host.values():
+                array[...] = 7
+            layouts.append(Layout(frame, page, 511))
+        step = Batch([Decode(s, len(t)) for s, t in zip(sequences, trees)], [], [], [])
+        packed = pack_step(step, trees, StepBuffers(rows, batch, pages), page)
+        layouts[0].fill(packed, noise_ids(sequences, packed), np.repeat(temperatures, packed.nodes))
+        given = layouts[1].fill_decodes(trees, sequences, temperatures)
+        assert given.nodes.tolist() == packed.nodes.tolist() and given.decode_rows == rows
+        assert torch.equal(given.trees.depths, packed.trees.depths)
+        for name, array in layouts[0].frame.host.items():
+            if name == "page_table":  # entries behind a sequence's pages are never read
+                for b, seq in enumerate(sequences):
+                    assert layouts[1].frame.host[name][b, : len(seq.pages)].tolist() == seq.pages, name
+            else:
+                assert np.array_equal(array, layouts[1].frame.host[name]), (trial, name)
+
+
+def test_packing_refuses_what_would_write_elsewhere():
+    where = Staging(1 << 16, torch.device("cpu"))
+    layout = Layout(where.frame(frame_sections(2, 4, 4, 3)), 4, 9)
+    seq = Sequence(0, "", SamplingParams(), [0], 1, 99, 1, 0)
+    seq.kv_len, seq.pages = 7, [1, 2]
+    with pytest.raises(ValueError, match="sequence 0: expected pages for 9 slots"):
+        layout.fill_decodes([DraftTree((1, 2), (-1, 0))], [seq], [1.0])
+    seq.pages = [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="at most 3, got 4"):
+        layout.fill_decodes([DraftTree((1, 2), (-1, 0))], [seq], [1.0])
+    seq.pages = [1, 2, 3]
+    with pytest.raises(ValueError, match="within 4 rows"):
+        layout.fill_decodes([DraftTree.chain(1, [2, 3, 4, 5])], [seq], [1.0])

@@ -23,8 +23,8 @@ I64, I32, F32, U8 = torch.int64, torch.int32, torch.float32, torch.uint8
 
 
 def frame_sections(requests: int, rows: int, decode_rows: int, pages: int) -> Sections:
-    """The inputs of a pass and of the draw after it, in the order of csrc/bindings/step.cpp. depths, parents: of the draft trees; draws: position of the token
-    drawn at a row."""
+    """The inputs of a pass and of the draw after it, in the order of csrc/bindings/step.cpp. depths, parents: of the
+    draft trees; draws: position of the token drawn at a row."""
     return {
         "token_ids": ((rows,), I64), "positions": ((rows,), I64), "slots": ((rows,), I64),
         "ancestors": ((rows, 2), I64), "prefix_lens": ((requests,), I32), "node_indptr": ((requests + 1,), I32),
@@ -96,8 +96,8 @@ class Layout:
             host[name][drawn:] = 0
 
     def fill_decodes(self, trees: Seq[DraftTree], sequences: Seq[Sequence], temperature: Seq[float]) -> PackedStep:
-        """fill(pack_step(...)) of a step without chunks, in one C++ call straight into the host arrays: the GPU waits for
-        this before every verification. Returns the step on the host, for row_params: its inputs are the layout's."""
+        """fill(pack_step(...)) of a step without chunks, in one C++ call into the host arrays: the GPU waits for this
+        before every verification. Returns the step on the host, for row_params: its inputs are the layout's."""
         works = [
             (tree.tokens, tree.parents, seq.pages, (seq.kv_len, seq.key, seq.sample, seq.segment, t))
             for tree, seq, t in zip(trees, sequences, temperature)

@@ -137,6 +137,9 @@ def noise_ids(sequences: Seq[Sequence], packed: PackedStep) -> NoiseIds:
 def row_params(samples: Seq[Sample], packed: PackedStep, eos_ids: frozenset[int], vocab_size: int) -> RowParams:
     """Processing parameters of the decode rows; a step that no sample uses is left out."""
     params = [s.request.params for s in samples]
+    if all(p.unfiltered for p in params) and not any(p.min_tokens and _owes_tokens(s) for s, p in zip(samples, params)):
+        temperature = np.repeat(np.array([p.temperature for p in params], np.float32), packed.nodes)
+        return RowParams(temperature=torch.from_numpy(temperature))
 
     def spread(values: list, dtype: type) -> Tensor:  # numpy: torch would wake its threads for this
         return torch.from_numpy(np.repeat(np.array(values, dtype), packed.nodes))
