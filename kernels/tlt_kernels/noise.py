@@ -1,6 +1,6 @@
 """Gumbel noise with an identity: a pure function of (key, position, sample, segment, token id). Holds no state.
 
-Knows neither logits nor requests. The identity is DESIGN section 3's; words are Philox4x32-10 (csrc/philox.h).
+Knows neither logits nor requests. The identity is that of docs/seeds.md; words are Philox4x32-10 (csrc/philox.h).
 """
 
 from __future__ import annotations

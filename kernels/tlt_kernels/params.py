@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-GREEDY_BELOW = 1e-5  # a temperature below this means argmax (DESIGN section 3)
+GREEDY_BELOW = 1e-5  # a temperature below this means argmax, as docs/seeds.md says
 
 
 @dataclass(frozen=True)
 class NoiseIds:
-    """Whose noise a row draws: the identity of section "sampling law" (docs/seeds.md). All int64 [R].
+    """Whose noise a row draws: its identity (docs/seeds.md). All int64 [R].
 
     keys: the 64-bit Philox key as a signed bit pattern. positions: absolute index of the token being drawn.
     samples: sample index. segments: rises with each change of weights under the request. The last three lie in

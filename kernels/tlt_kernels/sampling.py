@@ -141,7 +141,7 @@ def sample(
     want_raw: bool = False,
     backend: BackendName | None = None,
 ) -> SampleResult:
-    """Draws one token a row: argmax over the surviving ids of z + g, ties to the lowest id (DESIGN section 3).
+    """Draws one token a row: argmax over the surviving ids of z + g, ties to the lowest id (docs/guarantees.md).
 
     logits fp32 / bf16 / fp16 [R, V]. vocab_limit: ids at or above it do not exist. forced int64 [R] in [0, V): the
     tokens to score instead of drawing; logprob -inf where one is filtered. want_raw: raw_logprobs too. A row's result

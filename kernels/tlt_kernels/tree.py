@@ -110,7 +110,7 @@ def tree_from_candidates(
 
 
 def verify_tree(sampled: Tensor, trees: PackedTrees, *, backend: BackendName | None = None) -> Walk:
-    """The equality walk (DESIGN section 3): from each root, while a child carries the token that the target drew at
+    """The equality walk (docs/guarantees.md): from each root, while a child carries the token that the target drew at
     the current node, go there; every drawn token on the way is emitted, the last one being the bonus token.
 
     sampled int64 [R]: the target's own token at each node; -1 (no valid token) matches no child. trees: as pack_trees

@@ -1,4 +1,4 @@
-"""Processing of logits and the perturbed argmax in torch, the specification: DESIGN section 3 read line by line.
+"""Processing of logits and the perturbed argmax in torch: the specification, in the order of docs/design.md.
 
 The noise is an argument, so that tests can inject words and a draw can be recomputed from stored noise. Slow: Python
 loops over rows where a row has its own history or lists.

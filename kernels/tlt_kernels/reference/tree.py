@@ -86,7 +86,7 @@ def tree_from_candidates(
 
 
 def verify_tree(sampled: Tensor, trees: PackedTrees) -> Walk:
-    """The equality walk (DESIGN section 3): while a child carries the token that the target drew, go there."""
+    """The equality walk (docs/guarantees.md): while a child carries the token that the target drew, go there."""
     bounds = trees.node_indptr.tolist()
     steps = int(trees.depths.max()) + 1 if len(trees.depths) else 0
     accept_lens = torch.zeros(len(bounds) - 1, dtype=torch.int32, device=sampled.device)

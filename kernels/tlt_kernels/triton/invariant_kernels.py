@@ -13,8 +13,8 @@ of rows: they are read once for all of it. Recent keys are gathered for each row
 place of the same product whether it is a tree slot, a chunk's row or a committed key. What a row must not see is kept
 from it by a select, not by a factor of 0. Tiles have one height whatever the step holds (M of prefix rows, 16 of
 recent rows), so every step runs the same instructions. Folds spell out their multiply-adds: the two kernels must round
-alike. The cut is DESIGN section 3's; gathering replaces its "one by one in fp32", which would put up to 320 dependent
-steps into every layer (the order of sums is as fixed, and 16-bit weights are as exact as the other kernels').
+alike. Recent keys one by one in fp32 would fix the order of sums too, but put up to 320 dependent steps into every
+layer; 16-bit softmax weights are as exact here as in the other kernels.
 
 Shape legend: R packed rows, T tiles, M rows of a tile, N keys of a block, D head dim, G query heads of a KV head.
 """
