@@ -3,7 +3,7 @@
     PYTHONPATH=.:kernels python3 -m bench.decode --out DIR [--only plain,verify,profile,graphs]
 
 The geometry of Qwen2.5-7B (bf16, 14.14 GB of weights read a step) with random weights, prompts of 128 random tokens,
-144 new ones: the work of PEERS.md. A step is RolloutEngine.step(): schedule, pass, draw, walk, commit, stops, outputs.
+144 new ones. A step is RolloutEngine.step(): schedule, pass, draw, walk, commit, stops, outputs.
 Times are medians of its wall time once all requests decode. host.us: what is left of that when the same work is
 launched back to back on the GPU.
 """

@@ -4,7 +4,7 @@
 
 Times are CUDA-graph replays over several disjoint sets of pages, together far beyond L2, so every key comes from
 memory; medians over replays, divided by the calls in a graph. GB/s count K and V of all visible keys once, against
-the read bandwidth measured on the card of ../shared/PEERS.md's numbers (4.13 TB/s). Writes DIR/gpu.json (records as
+the read bandwidth measured on an H200 (4.13 TB/s). Writes DIR/gpu.json (records as
 bench.results writes them) and DIR/attention_sweep.json. Correctness is tests/gpu/test_attention.py's.
 """
 

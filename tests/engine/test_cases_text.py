@@ -1,4 +1,4 @@
-"""Text and stop strings with a real byte-level tokenizer, whose tokens cut characters into pieces (cases A04)."""
+"""Text and stop strings with a real byte-level tokenizer, whose tokens cut characters into pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes, choice, budget and eviction of graphs, with captures that are only played (cases G09, G11)."""
+"""Sizes, choice, budget and eviction of graphs, with captures that are only played."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def test_barred_ids_are_not_proposed():
     assert not any(d > 1 for d, _ in seen(6, stop_token_ids=[2, 3]))
 
 
-# ---------------------------------------------------------------- odd inputs (cases A11, A17, K03)
+# ---------------------------------------------------------------- odd inputs
 
 
 @pytest.mark.parametrize("ids", [[5], [5, 6], [1, 2, 3, 4], [2**31], [0]])

@@ -224,7 +224,7 @@ def path_to(node: int) -> list[int]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_tree_rows_equal_their_root_path(arch: str) -> None:
-    """Bit for bit. F14 too: with a window of 8 the depth of a node counts, not its index."""
+    """Bit for bit. With a window of 8 the depth of a node counts, not its index."""
     tokens = IDS[20 : 20 + len(TREE)]
     extra: dict[str, Any] = {} if arch == "llama" else {"sliding_window": 8}
     if arch.startswith("qwen"):

@@ -1,4 +1,4 @@
-"""Tree attention on a GPU against the definition in fp32, over every shape that peers got wrong (case G13)."""
+"""Tree attention on a GPU against the definition in fp32, over every shape that peers got wrong."""
 
 from __future__ import annotations
 

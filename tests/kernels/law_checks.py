@@ -84,7 +84,7 @@ def expected(
     logits: np.ndarray, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
     repetition: float = 1.0, presence: float = 0.0, frequency: float = 0.0, history: tuple = ((), ()),
 ) -> np.ndarray:
-    """The processed distribution in float64, straight from DESIGN section 3."""
+    """The processed distribution in float64, in the order of docs/design.md."""
     z = logits.astype(np.float32).astype(np.float64)
     prompt, output = history
     for token in set(prompt) | set(output):

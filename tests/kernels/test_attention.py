@@ -205,7 +205,7 @@ def test_sabotage_a_wrong_ancestor_word_is_caught(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
 def test_sabotage_a_window_by_flat_index_is_caught(backend: str) -> None:
-    """Siblings stand at one position: counting them as successive ones (case F14) must show."""
+    """Siblings stand at one position: counting them as successive ones must show."""
     case = make_case([(20, 12, False)], heads=6, kv_heads=2, head_dim=16, page=4)
     flat = 20 + torch.arange(12)
     assert not torch.equal(flat, case.step["positions"])

@@ -197,7 +197,7 @@ def test_noise_before_the_filter_fails():
     assert p_value(np.bincount(tokens, minlength=len(logits)), expected(logits, **fields)) < ALPHA
 
 
-P, Q = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.1, 0.15, 0.35, 0.4])  # case B10
+P, Q = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.1, 0.15, 0.35, 0.4])  # as in docs/guarantees.md
 
 
 def test_equality_rule_with_a_shared_noise_draft():

@@ -1,4 +1,4 @@
-"""Sampling: C++ against the reference over random parameters, and the behaviours of DESIGN section 3 one by one.
+"""Sampling: C++ against the reference over random parameters, and each step of processing on its own.
 
 The noise and every step up to the cuts are equal bits on both backends, so tokens and filtered sets must be equal;
 only a top-p cut whose cumulative mass lies within 1e-6 of p is excused (exp differs in the last bits).
