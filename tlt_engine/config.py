@@ -112,6 +112,7 @@ class EngineConfig:
     """One engine = one process and one device.
 
     dtype of weights and KV; lm_head_dtype: dtype of the head's product and of the logits (None: dtype).
+    device: 'cpu', 'cuda' or 'cuda:N'; CUDA is experimental.
     max_model_len: prompt + output tokens of one sequence (None: the model's own limit, at most 4096 on the CPU).
     max_num_seqs: samples running at once. max_num_batched_tokens: prompt tokens prefilled a step (chunked prefill).
     page_size: tokens a KV page. num_pages: None takes `kv_cache_bytes`, or what max_num_seqs sequences of
@@ -168,7 +169,8 @@ class SamplingParams:
     n samples of the prompt get noise sample indices sample_index .. sample_index + n - 1.
     temperature below 1e-5 is greedy. top_k 0 or -1, top_p 1, min_p 0 are off.
     seed: int64 or None (a key from the engine's stream). stop: strings that end the output; stop_token_ids: ids that
-    do. ignore_eos: EOS does not end it. min_tokens: EOS and stop ids are barred before that many output tokens.
+    do. ignore_eos: EOS does not end it. min_tokens: EOS and stop ids are barred before that many output tokens; a stop
+    string may start within them, not end there.
     logprobs: None, or how many of the most likely tokens to return a position beside the sampled one (0: only that).
     prompt_logprobs: the same for the prompt's tokens. raw_logprobs: also return log_softmax of the unmodified logits.
     logit_bias: {id: added logit}. allowed_token_ids: only these may be emitted.

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tlt_kernels.params import GREEDY_BELOW
+
 from tlt_engine.cli import show
 from tlt_engine.cli.compare import compare, verdict
 from tlt_engine.cli.rollout import Rollouts, pair_of_configs, params_for, roll_out, warm_up
@@ -156,7 +158,7 @@ def count_repeats(outputs: Sequence[RequestOutput]) -> int:
 def judge_repeats(outputs: Sequence[RequestOutput], temperature: float) -> Verdict:
     """Greedy siblings are equal by right; others repeat each other only as often as the distribution has it."""
     logs = [log for output in outputs for log in repeats(output)]
-    unlikely = [log for log in logs if log < math.log(REPEAT_CHANCE)] if temperature >= 1e-5 else []
+    unlikely = [log for log in logs if log < math.log(REPEAT_CHANCE)] if temperature >= GREEDY_BELOW else []
     detail = f"{len(logs)} samples repeat a sibling, {len(unlikely)} of them with a chance below {REPEAT_CHANCE:g}"
     return Verdict("independent samples", not unlikely, True, detail)
 

@@ -82,7 +82,7 @@ class RolloutEngine:
         self._fingerprint = self.model.weights.fingerprint()
 
     def _find_vocab_limit(self) -> int | None:
-        """Ids at or beyond the tokenizer's length are padding rows of the head: never emitted (cases E05)."""
+        """Ids at or beyond the tokenizer's length are padding rows of the head: never emitted."""
         if self.config.mask_padding_ids is False or (self.config.mask_padding_ids is None and self.tokenizer is None):
             return None
         if self.tokenizer is None:
@@ -223,6 +223,7 @@ class RolloutEngine:
 
     @property
     def weight_version(self) -> str:
+        """The label of the weights that the next tokens are drawn under; a count until update_weights gives one."""
         return self._core.version
 
     @property
@@ -245,6 +246,7 @@ class RolloutEngine:
             return report
 
     def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Pages in use stay with their samples; update_weights does this by itself."""
         with self._lock:
             if self._prefix is not None:
                 self._prefix.reset()

@@ -1,4 +1,4 @@
-"""Are two runs the same tokens? And where they are not: is it an excused tie (DESIGN section 3, docs/guarantees.md)?
+"""Are two runs the same tokens? And where they are not: is it an excused tie (docs/guarantees.md)?
 
 Row counts change the rounding of a product, so in fp32 two runs may part where two scores all but tie. A request's
 first difference is excused only if its two tokens are the two best of the plain run with scores within TIE, or a
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from tlt_kernels import NoiseIds, RowParams, gumbel_noise, process_logits
+from tlt_kernels.params import GREEDY_BELOW
 from torch import Tensor
 
 from tlt_engine.config import SamplingParams
@@ -139,7 +140,7 @@ def judge(
     logits = logits[None]
     row = _row_params(params, ids, len(request.prompt_token_ids), engine)
     scores = process_logits(logits, row, vocab_limit=limit)[0]
-    if params.temperature >= 1e-5:
+    if params.temperature >= GREEDY_BELOW:
         one = torch.ones(1, dtype=torch.int64)
         assert plain.noise is not None
         noise = NoiseIds(one * plain.noise.key, one * len(ids), one * plain.noise.sample, one * plain.noise.segment)
@@ -166,7 +167,7 @@ def cut_distance(scores: Tensor, params: SamplingParams) -> float:
     values = np.sort(scores.double().numpy())[::-1]
     values = values[np.isfinite(values)]
     distance = float("inf")
-    if params.temperature < 1e-5 or len(values) == 0:
+    if params.temperature < GREEDY_BELOW or len(values) == 0:
         return distance
     p = np.exp(values - values[0])
     p /= p.sum()

@@ -12,6 +12,8 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
+from tlt_kernels.params import GREEDY_BELOW
+
 from tlt_engine.config import SamplingParams, refuse
 from tlt_engine.engine.prompts import Prompt, check_ids, tokenize_prompt
 from tlt_engine.engine.sample import Request, Sample
@@ -195,7 +197,7 @@ class Intake:
         return text
 
     def _warn_once_about(self, params: SamplingParams) -> None:
-        if params.temperature >= 1e-5 and (params.top_k or params.top_p < 1 or params.min_p > 0):
+        if params.temperature >= GREEDY_BELOW and (params.top_k or params.top_p < 1 or params.min_p > 0):
             self._warn(
                 "filters",
                 "top_k / top_p / min_p renormalise the returned log-probabilities over the kept tokens: a ratio "

@@ -25,8 +25,7 @@ class StopRule:
         self._strings: tuple[str, ...] = tuple(params.stop or ())
 
     def after(self, sample: Sample, token: int) -> Stop | None:
-        """Whether the output ends with `token`, which was just appended. A stop inside the budget wins over the budget
-        (cases A05)."""
+        """Whether the output ends with `token`, which was just appended. A stop within max_tokens wins over it."""
         matched = self._match_text(sample, token)
         if sample.forced is not None:
             return Stop("length") if len(sample.output.token_ids) == len(sample.forced) else None

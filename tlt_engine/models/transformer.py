@@ -52,6 +52,7 @@ class Transformer:
         return self.weights.head.dtype
 
     def new_kv(self, num_pages: int, page_size: int) -> KVStorage:
+        """Zeroed KV for this model, of its dtype and on its device. page_size: tokens a page."""
         c = self.config
         return KVStorage(c.num_layers, num_pages, page_size, c.num_kv_heads, c.head_dim, self.dtype, self.device)
 

@@ -36,6 +36,8 @@ class DraftContext:
 
 
 class Drafter(Protocol):
+    """Called by the engine between target passes, from the thread that steps it, one call at a time."""
+
     def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
         """One tree a context, in order, tokens[0] == context.token_ids[-1]; a root alone where nothing is worth it."""
 
