@@ -286,6 +286,7 @@ def test_k04_an_interrupted_call_leaves_the_requests_of_others_alone():
         ("abort", lambda e: e.abort("a")), ("score", lambda e: e.score([1], [2])),
         ("update_weights", lambda e: e.update_weights(new_weights())),
         ("resume", lambda e: e.resume([])),
+        ("capture_graphs", lambda e: e.capture_graphs()), ("release_graphs", lambda e: e.release_graphs()),
     ],
 )
 def test_calls_from_inside_a_step_are_refused(name, call):

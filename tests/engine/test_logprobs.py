@@ -1,4 +1,4 @@
-"""Log-probabilities are the target's own, one a token, of the distribution that says so (cases D)."""
+"""Log-probabilities are the target's own, one a token, of the distribution that says so."""
 
 from __future__ import annotations
 
@@ -104,6 +104,16 @@ def test_prompt_logprobs(budget):
         assert entry[prompt[i]].logprob == pytest.approx(normal[prompt[i]].item(), abs=1e-4)
         assert {1, 2} <= {lp.rank for lp in entry.values()}
     assert engine.generate([[5]], greedy(1, prompt_logprobs=0))[0].prompt_logprobs == [None]
+
+
+def test_score_bars_stops_before_min_tokens_as_rollouts_do():
+    params = SamplingParams(n=3, max_tokens=12, min_tokens=8, seed=3, stop_token_ids=[3, 5, 7])
+    engine = tiny_engine()
+    for out in engine.generate([PROMPTS[0]], params)[0].outputs:
+        assert engine.score(PROMPTS[0], out.token_ids, params) == pytest.approx(out.sampled_logprobs, abs=1e-5)
+        unbarred = engine.score(PROMPTS[0], out.token_ids, replace(params, min_tokens=0))
+        assert unbarred[:8] != pytest.approx(out.sampled_logprobs[:8], abs=1e-3)
+    assert engine.score(PROMPTS[0], [9, 3], params)[1] == float("-inf")
 
 
 def test_score_is_minus_inf_for_a_filtered_token_and_refuses_bad_ids():

@@ -150,14 +150,15 @@ class RolloutEngine:
     def score(self, prompt_ids: Seq[int], output_ids: Seq[int], params: SamplingParams | None = None) -> list[float]:
         """Teacher-forced log-probabilities (nats) of output_ids after prompt_ids, one a token, through the same pass
         and the same processing as rollouts: of the processed distribution under `params` (default: temperature 1, no
-        filters), -inf where a filter bars the token."""
+        filters), -inf where a filter, a mask or min_tokens bars the token. Everything behind prompt_ids counts as
+        output. A logits_processor is not applied."""
         params = params_for_each(params, 1)[0]
         with self._lock:
             self._refuse_inside_step("score")
             given = tuple(check_ids(output_ids, self.model_config.vocab_size, "output_ids"))
             forced = replace(
-                params, n=1, max_tokens=len(given), min_tokens=0, stop=None, seed=0, logprobs=None,
-                prompt_logprobs=None, logits_processor=None, raw_logprobs=False,
+                params, n=1, max_tokens=len(given), min_tokens=min(params.min_tokens, len(given)), stop=None, seed=0,
+                logprobs=None, prompt_logprobs=None, logits_processor=None, raw_logprobs=False,
             )
             request = self._intake.request(prompt_ids, forced, name="prompt_ids", forced=given)
             room = request.samples[0].seq.room
@@ -273,11 +274,13 @@ class RolloutEngine:
     def capture_graphs(self) -> None:
         """Capture the CUDA graphs of all sizes now instead of each at its first use, as far as graph_bytes goes."""
         with self._lock:
+            self._refuse_inside_step("capture_graphs")
             self._core.runner.capture_graphs()
 
     def release_graphs(self) -> None:
         """Give the memory of the CUDA graphs back, say to a trainer on the same device. They return at first use."""
         with self._lock:
+            self._refuse_inside_step("release_graphs")
             self._core.runner.release_graphs()
 
     def check_integrity(self) -> None:
