@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,6 +44,12 @@ def _real(name: str, value: object, low: float, high: float, *, open_low: bool =
     if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
         raise refuse(name, bounds, value, "choose a value in range")
     return number
+
+
+def _flag(name: str, value: object) -> bool:
+    if value not in (True, False):  # "no" is true, and would go unnoticed
+        raise refuse(name, "True or False", value, "pass a bool")
+    return bool(value)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
@@ -142,6 +149,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.device, str):
             raise refuse("EngineConfig.device", "'cpu', 'cuda' or 'cuda:N'", self.device, "pass str(device)")
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise refuse("EngineConfig.device", "'cpu', 'cuda' or 'cuda:N'", self.device, "pick one")
         if self.dtype not in DTYPES:
             raise refuse("EngineConfig.dtype", f"one of {', '.join(DTYPES)}", self.dtype, "pick one")
         if self.lm_head_dtype is not None and self.lm_head_dtype not in DTYPES:
@@ -152,6 +161,10 @@ class EngineConfig:
         for name in ("max_model_len", "num_pages", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 _integer(f"EngineConfig.{name}", getattr(self, name), 1)
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            _flag(f"EngineConfig.{name}", getattr(self, name))
+        if self.mask_padding_ids is not None:
+            _flag("EngineConfig.mask_padding_ids", self.mask_padding_ids)
         if self.seed is not None:
             check_seed(self.seed, "EngineConfig.seed")
         if not isinstance(self.speculation, SpeculationConfig):
@@ -240,9 +253,7 @@ class SamplingParams:
                 raise refuse("allowed_token_ids", "at least one id", [], "pass None to allow all ids")
             put("allowed_token_ids", allowed)
         for name in ("include_stop_str_in_output", "ignore_eos", "raw_logprobs", "skip_special_tokens", "detokenize"):
-            if getattr(self, name) not in (True, False):  # "no" is true, and would go unnoticed
-                raise refuse(name, "True or False", getattr(self, name), "pass a bool")
-            put(name, bool(getattr(self, name)))
+            put(name, _flag(name, getattr(self, name)))
         if self.logits_processor is not None and not callable(self.logits_processor):
             expected = "a callable (output_ids, logits) -> logits"
             raise refuse("logits_processor", expected, self.logits_processor, "pass a function")

@@ -146,7 +146,9 @@ def test_the_largest_and_smallest_values_run_and_harm_nobody(fields):
         lambda e: e.update_weights(5), lambda e: e.update_weights([1, 2]), lambda e: e.update_weights({}),
         lambda e: e.next_logits([1] * 300), lambda e: e.next_logits([]), lambda e: RolloutEngine(5),
         lambda e: RolloutEngine(None), lambda e: RolloutEngine(shared_hf(), {"dtype": "float32"}),
-        lambda e: EngineConfig(device=5), lambda e: EngineConfig(dtype=torch.float32),
+        lambda e: EngineConfig(device=5), lambda e: EngineConfig(device="tpu"),
+        lambda e: EngineConfig(enforce_eager="no"), lambda e: EngineConfig(mask_padding_ids="no"),
+        lambda e: EngineConfig(dtype=torch.float32),
     ],
 )
 def test_wrong_arguments_are_refused_and_nothing_is_queued(call):
