@@ -349,3 +349,16 @@ def test_packing_refuses_what_would_write_elsewhere():
     seq.pages = [1, 2, 3]
     with pytest.raises(ValueError, match="within 4 rows"):
         layout.fill_decodes([DraftTree.chain(1, [2, 3, 4, 5])], [seq], [1.0])
+
+
+def test_what_does_not_fit_behind_a_frame_goes_on_its_own():
+    where = Staging(96, torch.device("cpu"))
+    frame = where.frame({"a": ((5,), torch.int64), "b": ((3,), torch.int32)})
+    for _ in range(2):
+        where.begin(frame)
+        frame.host["a"][:], frame.host["b"][:] = range(5), [7, 8, 9]
+        small, large = where.put(torch.tensor([1.5, 2.5])), where.put(torch.arange(100))
+        where.flush()
+        assert frame.device["a"].tolist() == [0, 1, 2, 3, 4] and frame.device["b"].tolist() == [7, 8, 9]
+        assert small.tolist() == [1.5, 2.5] and torch.equal(large, torch.arange(100))
+    assert small.data_ptr() - frame.device["a"].data_ptr() == frame.end == 64  # equal steps, equal addresses

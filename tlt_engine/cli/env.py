@@ -81,6 +81,7 @@ def _engine() -> dict[str, Any]:
     return {
         "tlt_engine._C": built,
         "prefill backend on cpu": "tlt_kernels.tree_attention (C++)",
+        "prefill backend on cuda": "tlt_kernels.triton.attention (Triton)",
         "flashinfer importable": has_flashinfer,
         "cache folder": str(cache_root()),
     }
