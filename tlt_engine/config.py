@@ -232,7 +232,7 @@ class SamplingParams:
         put("min_tokens", _integer("min_tokens", self.min_tokens, 0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise refuse("min_tokens", f"at most max_tokens = {self.max_tokens}", self.min_tokens, "lower it")
-        put("sample_index", _integer("sample_index", self.sample_index, 0, 2**32 - 1 - self.n))
+        put("sample_index", _integer("sample_index", self.sample_index, 0, 2**32 - self.n))
         if self.seed is not None:
             put("seed", check_seed(self.seed))
         if self.stop is not None and not hasattr(self.stop, "__iter__"):

@@ -114,7 +114,8 @@ class SampleState:
 
 @dataclass(frozen=True)
 class ResumeState:
-    """All that `resume` needs, in this engine or another with the same tokenizer. Picklable."""
+    """All that `resume` needs, in this engine or another with the same tokenizer. Picklable, if its params'
+    logits_processor is."""
 
     request_id: str
     group_id: str

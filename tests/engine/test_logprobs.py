@@ -122,6 +122,8 @@ def test_score_is_minus_inf_for_a_filtered_token_and_refuses_bad_ids():
     other = (top + 1) % 64
     assert engine.score(PROMPTS[0], [top], SamplingParams(top_k=1)) == pytest.approx([0.0], abs=1e-6)
     assert engine.score(PROMPTS[0], [other], SamplingParams(top_k=1)) == [float("-inf")]
+    with pytest.raises(ValueError, match=r"params\.logits_processor: expected None in score"):
+        engine.score(PROMPTS[0], [top], SamplingParams(logits_processor=lambda ids, logits: logits))
     with pytest.raises(ValueError, match=r"output_ids: expected at least one token"):
         engine.score(PROMPTS[0], [])
     with pytest.raises(ValueError, match=r"output_ids\[0\]: expected an id in"):

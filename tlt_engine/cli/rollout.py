@@ -96,7 +96,7 @@ def roll_out(
         outputs=[finished[request_id] for request_id in order],
         seconds=seconds,
         cpu_seconds=cpu_seconds,
-        running=after["running_per_step"][len(before["running_per_step"]) :],
+        running=after["running_per_step"][-(after["steps"] - before["steps"]) :],
         passes=after["passes"] - before["passes"],
         rows=after["rows"] - before["rows"],
     )

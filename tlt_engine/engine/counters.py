@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from tlt_engine.outputs import SpecCounts
 
+KEPT_STEPS = 65536  # an engine runs for weeks: the curve must not grow with it
 ACCEPT_LENGTH = "accept_length = emitted tokens / decode passes: committed tokens a target pass, bonus token included"
 
 
@@ -14,7 +16,7 @@ ACCEPT_LENGTH = "accept_length = emitted tokens / decode passes: committed token
 class Counters:
     """A pass is one request in one target forward; a step is one forward of the packed batch.
 
-    running_per_step: samples that decoded or prefilled in each step: the curve of the long tail.
+    running_per_step: samples that decoded or prefilled in each of the last KEPT_STEPS steps: the tail's curve.
     audit_checked, audit_differing: samples re-decoded without speculation, and those whose tokens differed.
     """
 
@@ -23,7 +25,7 @@ class Counters:
     prefill_tokens: int = 0
     spec: SpecCounts = field(default_factory=SpecCounts)
     finished: dict[str, int] = field(default_factory=dict)
-    running_per_step: list[int] = field(default_factory=list)
+    running_per_step: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     audit_checked: int = 0
     audit_differing: int = 0
 

@@ -151,14 +151,16 @@ class RolloutEngine:
         """Teacher-forced log-probabilities (nats) of output_ids after prompt_ids, one a token, through the same pass
         and the same processing as rollouts: of the processed distribution under `params` (default: temperature 1, no
         filters), -inf where a filter, a mask or min_tokens bars the token. Everything behind prompt_ids counts as
-        output. A logits_processor is not applied."""
+        output. Refuses a logits_processor."""
         params = params_for_each(params, 1)[0]
+        if params.logits_processor is not None:
+            raise refuse("params.logits_processor", "None in score", params.logits_processor, "apply it to next_logits")
         with self._lock:
             self._refuse_inside_step("score")
             given = tuple(check_ids(output_ids, self.model_config.vocab_size, "output_ids"))
             forced = replace(
                 params, n=1, max_tokens=len(given), min_tokens=min(params.min_tokens, len(given)), stop=None, seed=0,
-                logprobs=None, prompt_logprobs=None, logits_processor=None, raw_logprobs=False,
+                logprobs=None, prompt_logprobs=None, raw_logprobs=False,
             )
             request = self._intake.request(prompt_ids, forced, name="prompt_ids", forced=given)
             room = request.samples[0].seq.room
