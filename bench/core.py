@@ -2,6 +2,7 @@
 
     python -m bench.core equality    # 64 requests x 128 tokens, every way of running them, against plain decoding
     python -m bench.core speed       # 160 rollouts: ours plain and speculating, transformers static and continuous
+    python -m bench.core pair        # the same rollouts, ours only, plain and speculating in turn
     python -m bench.core parity      # greedy text of 20 prompts against transformers
     python -m bench.core leak        # 10,000 scheduler events
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -237,6 +239,27 @@ def speed(count: int = 20, samples: int = 8, max_tokens: int = 512) -> None:
     keep("speed.vs_hf_continuous", max(off, on) / continuous, "x")
 
 
+def pair(count: int = 20, samples: int = 8, max_tokens: int = 512, rounds: int = 2) -> None:
+    """Speculation against none on the rollouts of `speed`, in turn, each time on a fresh engine: is it worth it here?"""
+    model = demo()
+    prompts = load_tasks("products", count, seed=2).prompts
+    params = [SamplingParams(n=samples, max_tokens=max_tokens, seed=derive_seed(2, 0, i)) for i in range(count)]
+
+    def once(speculation: SpeculationConfig) -> int:
+        outputs = engine_for(model, speculation).generate(prompts, params)
+        return sum(len(s.token_ids) for o in outputs for s in o.outputs)
+
+    ratios = []
+    for _ in range(rounds):
+        off = tokens_per_s("no speculation", partial(once, OFF))
+        ratios.append(tokens_per_s("model-free drafter", partial(once, SpeculationConfig())) / off)
+    where = MODEL | {"prompts": count, "samples": samples, "max_tokens": max_tokens, "temperature": 1.0}
+    record(
+        "core", "pair.speculation_speedup", statistics.median(ratios), "x", where | {"task": "products"}, runs=rounds,
+        spread=[min(ratios), max(ratios)], command="python -m bench.core pair",
+    )
+
+
 # ---------------------------------------------------------------- parity and leaks
 
 
@@ -265,7 +288,7 @@ def leak(events: int = 10_000) -> None:
     record("core", "leak.pages", leaked, "pages", {"events": events}, command="python -m bench.core leak")
 
 
-COMMANDS = {"leak": leak, "parity": parity, "equality": equality, "speed": speed}
+COMMANDS = {"leak": leak, "parity": parity, "equality": equality, "speed": speed, "pair": pair}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

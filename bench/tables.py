@@ -36,32 +36,35 @@ def _params(params: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in params.items()) or "–"
 
 
-def _row(entry: dict[str, Any]) -> str:
+def _shared(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Params that every entry has with one value: said once below the table."""
+    first, *rest = [e["params"] for e in entries]
+    return {k: v for k, v in first.items() if rest and all(k in p and p[k] == v for p in rest)}
+
+
+def _row(entry: dict[str, Any], shared: dict[str, Any]) -> str:
     value = f"**{number(entry['value'])}** {entry['unit']}".strip()
     if entry["spread"]:
         low, high = entry["spread"]
         value += f" ({number(low)} to {number(high)}, {entry['runs']} runs)"
-    cells = [
-        f"`{entry['metric']}`",
-        value,
-        _params(entry["params"]),
-        entry["machine"],
-        f"`{entry['commit']}`",
-    ]
+    own = {k: v for k, v in entry["params"].items() if k not in shared}
+    cells = [f"`{entry['metric']}`", value, _params(own), f"`{entry['commit']}`"]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def table(area: str, prefixes: Sequence[str] = (), *, folder: Path | None = None) -> str:
-    """The Markdown table of an area, with the commands that made it below."""
+    """The Markdown table of an area; below it what all its rows share, the machines, and the commands that made it."""
     entries = [
         e for e in load(area, folder=folder) if not prefixes or e["metric"].startswith(tuple(prefixes))
     ]
     if not entries:
         return "_Nothing recorded yet._\n"
-    lines = ["| metric | value | of | machine | commit |", "|---|---|---|---|---|", *map(_row, entries), ""]
-    commands = dict.fromkeys(e["command"] for e in entries)
-    lines.append("Made by " + ", ".join(f"`{c}`" for c in commands) + ".")
-    return "\n".join(lines) + "\n"
+    shared = _shared(entries)
+    rows = [_row(entry, shared) for entry in entries]
+    machines = "; ".join(dict.fromkeys(e["machine"] for e in entries))
+    commands = ", ".join(f"`{c}`" for c in dict.fromkeys(e["command"] for e in entries))
+    made = f"Made by {commands} on {machines}" + (f"; all: {_params(shared)}." if shared else ".")
+    return "\n".join(["| metric | value | of | commit |", "|---|---|---|---|", *rows, "", made]) + "\n"
 
 
 def render(text: str, *, folder: Path | None = None) -> str:

@@ -144,7 +144,7 @@ def test_tables_show_the_records_and_nothing_else(tmp_path: Path) -> None:
     text = "# T\n<!-- bench:area ar. -->\nstale\n<!-- /bench -->\nend\n<!-- bench:none -->\n<!-- /bench -->\n"
     new = tables.render(text, folder=tmp_path)
     assert "**1,235** ms (1,200 to 1,300, 3 runs)" in new and "stale" not in new and "leak" not in new
-    assert "a\\|b" in new and "Made by `python -m x`." in new and "_Nothing recorded yet._" in new
+    assert "a\\|b" in new and "Made by `python -m x` on " in new and "_Nothing recorded yet._" in new
     assert new.startswith("# T\n") and tables.render(new, folder=tmp_path) == new
     with pytest.raises(ValueError, match="bench markers: expected"):
         tables.render("<!-- bench:area -->\n", folder=tmp_path)
