@@ -240,7 +240,7 @@ def speed(count: int = 20, samples: int = 8, max_tokens: int = 512) -> None:
 
 
 def pair(count: int = 20, samples: int = 8, max_tokens: int = 512, rounds: int = 2) -> None:
-    """Speculation against none on the rollouts of `speed`, in turn, each time on a fresh engine: is it worth it here?"""
+    """Speculation against none on the rollouts of `speed`, in turn, each time on a fresh engine."""
     model = demo()
     prompts = load_tasks("products", count, seed=2).prompts
     params = [SamplingParams(n=samples, max_tokens=max_tokens, seed=derive_seed(2, 0, i)) for i in range(count)]
