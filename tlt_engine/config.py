@@ -188,7 +188,8 @@ class SamplingParams:
     prompt_logprobs: the same for the prompt's tokens. raw_logprobs: also return log_softmax of the unmodified logits.
     logit_bias: {id: added logit}. allowed_token_ids: only these may be emitted.
     logits_processor(output_ids, logits fp32 [V]) -> logits: called on the host once for each emitted position, with
-    committed prefixes only; -inf bars an id. Such a request decodes without speculation.
+    committed prefixes only; -inf bars an id. Such a request decodes without speculation; if the callable raises or
+    returns something else, it ends with finish_reason "error" and the others go on.
     max_tokens: None means up to the context end.
     """
 

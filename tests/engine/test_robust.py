@@ -245,6 +245,32 @@ def test_k04_an_interrupt_leaves_a_usable_engine():
     assert tokens(engine.generate(PROMPTS, greedy(9))) == plain_outputs(PROMPTS, greedy(9))
 
 
+@pytest.mark.parametrize(
+    ("processor", "reason"),
+    [
+        (lambda ids, logits: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda ids, logits: None, "expected it to return a tensor [64], got NoneType"),
+        (lambda ids, logits: logits.sum(), "expected it to return a tensor [64], got []"),
+        (lambda ids, logits: logits[:3], "expected it to return a tensor [64], got [3]"),
+    ],
+)
+def test_a_faulty_processor_ends_its_own_request_alone(processor, reason):
+    params = SamplingParams(max_tokens=8, seed=3)
+
+    def late(ids, logits):
+        return processor(ids, logits) if len(ids) == 3 else logits
+
+    faulty = SamplingParams(max_tokens=8, seed=3, logits_processor=late)
+    expected = plain_outputs(PROMPTS, params)
+    engine = tiny_engine()
+    outs = engine.generate(PROMPTS, [params, faulty, params, params])
+    assert [outs[i].outputs[0].token_ids for i in (0, 2, 3)] == [expected[i][0] for i in (0, 2, 3)]
+    failed = outs[1].outputs[0]
+    assert failed.token_ids == expected[1][0][:3] and failed.finish_reason == "error"
+    assert failed.stop_reason.startswith("logits_processor: ") and reason in failed.stop_reason
+    engine.check_integrity()
+
+
 def test_k05_engines_live_side_by_side_and_leave_nothing():
     def tensors():
         gc.collect()

@@ -232,6 +232,7 @@ def _context(sample: Sample, max_nodes: int) -> DraftContext:
 def _no_distribution(sample: Sample) -> Stop:
     return Stop(
         "error",
+        sample.fault or
         f"the target gave no valid distribution (NaN, +inf, or every id barred) for output token "
         f"{len(sample.output.token_ids)}; check the weights and the request's masks",
     )

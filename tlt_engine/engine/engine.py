@@ -19,7 +19,7 @@ from tlt_engine.engine.build import build_kv, build_model, build_runner
 from tlt_engine.engine.core import EngineCore
 from tlt_engine.engine.intake import Intake
 from tlt_engine.engine.prompts import Prompt, as_list, as_prompt_list, check_ids, params_for_each
-from tlt_engine.engine.sample import Request, Sample
+from tlt_engine.engine.sample import CallInsideStep, Request, Sample
 from tlt_engine.engine.stops import Stop
 from tlt_engine.models import LoadReport
 from tlt_engine.outputs import RequestOutput
@@ -333,7 +333,7 @@ class RolloutEngine:
         """A logits processor or a drafter runs in the middle of a step, whose work would be overtaken. Other threads
         wait for the step's end at the lock and never see this."""
         if self._stepping:
-            raise RuntimeError(
+            raise CallInsideStep(
                 f"{method}: expected a call between steps, got one from a callback inside a step; make it after step() "
                 "or generate() has returned, or from another thread"
             )

@@ -24,7 +24,7 @@ from tlt_kernels import (
 from torch import Tensor
 
 from tlt_engine.engine.packing import PackedStep, StepBuffers, noise_ids, pack_step, row_params
-from tlt_engine.engine.sample import Sample
+from tlt_engine.engine.sample import CallInsideStep, Sample
 from tlt_engine.kvcache.storage import KVStorage
 from tlt_engine.models import Transformer
 from tlt_engine.outputs import Logprob
@@ -155,14 +155,14 @@ class ModelRunner:
             processor = s.request.params.logits_processor
             if processor is not None and s.forced is None:
                 before[row] = logits[row].float().clone()
-                processed = processor(tuple(s.output.token_ids), before[row].cpu().clone())
-                if not isinstance(processed, Tensor) or processed.shape != before[row].shape:
-                    got = list(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
-                    raise ValueError(
-                        f"logits_processor: expected to return a tensor [{len(before[row])}], got {got}; return the "
-                        f"logits it was given, changed (sequence {s.seq.seq_id})"
-                    )
-                logits[row] = processed.to(logits.device, logits.dtype)
+                try:
+                    processed = processor(tuple(s.output.token_ids), before[row].cpu().clone())
+                    logits[row] = _checked(processed, len(before[row])).to(logits.device, logits.dtype)
+                except CallInsideStep:
+                    raise
+                except Exception as error:  # it ends its own request; the others' step goes on
+                    s.fault = f"logits_processor: {type(error).__name__}: {error}"
+                    logits[row] = float("nan")
         return before
 
     def _collect(
@@ -186,6 +186,13 @@ class ModelRunner:
             keep_raw = raw[i][:n] if raw is not None and s.request.params.raw_logprobs else None
             emitted.append(Emitted(row_tokens[:n], logprobs[i][:n], keep_raw, top))
         return emitted
+
+
+def _checked(processed: object, size: int) -> Tensor:
+    if isinstance(processed, Tensor) and processed.shape == (size,):
+        return processed
+    got = list(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
+    raise ValueError(f"expected it to return a tensor [{size}], got {got}; return the logits it was given, changed")
 
 
 def top_logprobs(

@@ -18,12 +18,18 @@ from tlt_engine.outputs import (
 from tlt_engine.scheduler.sequence import Sequence
 
 
+class CallInsideStep(RuntimeError):
+    """A callback called the engine in the middle of a step. The caller's own mistake: it is raised, not a request's
+    end."""
+
+
 @dataclass(eq=False)
 class Sample:
     """One sample: its scheduler sequence and its output so far.
 
     forced: for `score`, the output ids whose log-probabilities are wanted; they are emitted instead of draws.
     quota_end: length of seq.token_ids at which it pauses. audit_of: the sample that this one re-decodes.
+    fault: what its logits_processor did wrong; the sample ends with it.
     """
 
     request: Request
@@ -33,6 +39,7 @@ class Sample:
     forced: tuple[int, ...] | None = None
     quota_end: int | None = None
     audit_of: Sample | None = None
+    fault: str | None = None
 
     @property
     def ended(self) -> bool:
