@@ -141,6 +141,18 @@ class Step:
     max_items: int
 
 
+def check_tensors(geometry: Geometry, rows: int, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Refuses tensors of a layer that the plan was not made for."""
+    shape = (rows, geometry.heads, geometry.head_dim)
+    cache_shape = (k_cache.shape[0], geometry.page, geometry.kv_heads, geometry.head_dim)
+    if tuple(q.shape) != shape or tuple(k_cache.shape) != cache_shape or k_cache.stride() != v_cache.stride():
+        raise ValueError(
+            f"q, k_cache, v_cache: expected {list(shape)} and twice {list(cache_shape)} of equal strides, got "
+            f"{list(q.shape)}, {list(k_cache.shape)} {k_cache.stride()}, {list(v_cache.shape)} {v_cache.stride()};"
+            " the plan was made for another geometry or step"
+        )
+
+
 class TreeAttention:
     """Preallocated workspace for steps of at most max_rows rows and max_batch requests.
 
@@ -243,16 +255,9 @@ class TreeAttention:
         after those were complete (true of the kernel that writes the step's own keys). The CUDA kernels then begin
         to read while it ends; Triton's ignore it."""
         geometry = self.geometry
-        shape = (step.rows, geometry.heads, geometry.head_dim)
-        cache_shape = (k_cache.shape[0], geometry.page, geometry.kv_heads, geometry.head_dim)
-        if tuple(q.shape) != shape or tuple(k_cache.shape) != cache_shape or k_cache.stride() != v_cache.stride():
-            raise ValueError(
-                f"q, k_cache, v_cache: expected {list(shape)} and twice {list(cache_shape)} of equal strides, got "
-                f"{list(q.shape)}, {list(k_cache.shape)} {k_cache.stride()}, {list(v_cache.shape)} {v_cache.stride()};"
-                " the plan was made for another geometry or step"
-            )
+        check_tensors(geometry, step.rows, q, k_cache, v_cache)
         if out is None:
-            out = torch.empty(shape, dtype=q.dtype, device=q.device)
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if step.rows == 0:
             return out
         tiling = step.tiling

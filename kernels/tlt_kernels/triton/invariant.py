@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tlt_kernels.triton.attention import INTERPRETED, LOG2_E, Geometry
+from tlt_kernels.triton.attention import INTERPRETED, LOG2_E, Geometry, check_tensors
 from tlt_kernels.triton.attention_kernels import RECORD, schedule_kernel
 from tlt_kernels.triton.invariant_kernels import (
     RECENT,
@@ -136,16 +136,9 @@ class InvariantAttention:
     ) -> Tensor:
         """[R, Hq, D] of one layer, as `TreeAttention.run`."""
         geometry, sizes = self.geometry, self.sizes
-        shape = (step.rows, geometry.heads, geometry.head_dim)
-        cache_shape = (k_cache.shape[0], geometry.page, geometry.kv_heads, geometry.head_dim)
-        if tuple(q.shape) != shape or tuple(k_cache.shape) != cache_shape or k_cache.stride() != v_cache.stride():
-            raise ValueError(
-                f"q, k_cache, v_cache: expected {list(shape)} and twice {list(cache_shape)} of equal strides, got "
-                f"{list(q.shape)}, {list(k_cache.shape)} {k_cache.stride()}, {list(v_cache.shape)} {v_cache.stride()};"
-                " the plan was made for another geometry or step"
-            )
+        check_tensors(geometry, step.rows, q, k_cache, v_cache)
         if out is None:
-            out = torch.empty(shape, dtype=q.dtype, device=q.device)
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if step.rows == 0:
             return out
         strides = (q.stride(0), q.stride(1), *k_cache.stride()[:3])
