@@ -52,6 +52,8 @@ struct RowKernels {
   int64_t (*find)(const float* z, int64_t padded, float max);
   // The perturbed argmax over ids with z > -inf. first: find(max). skip = false takes every log (tests).
   int64_t (*argmax_noise)(const float* z, int64_t padded, const NoiseId& id, float max, int64_t first, bool skip);
+  // Entries with z > -inf and z + g >= threshold of the n ids from `start` on (multiples of 64), in id order.
+  int64_t (*collect_noise)(const float* z, int64_t start, int64_t n, const NoiseId& id, float threshold, Entry* out);
   // g of words first .. first + n - 1, compared with its predecessor's and with the argmax's bound.
   void (*check_words)(uint64_t first, uint64_t n, WordReport* report);
   // counts[k] += how many of g[0 .. n) exceed thresholds[k].

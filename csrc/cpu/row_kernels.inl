@@ -316,6 +316,27 @@ int64_t argmax_noise(const float* z, int64_t padded, const NoiseId& id, float ma
   return token;
 }
 
+// Entries with z + g >= threshold among the n ids from `start` on (both multiples of kWords), in id order, barred ids
+// left out; returns how many. The same skips.
+int64_t collect_noise(const float* z, int64_t start, int64_t n, const NoiseId& id, float threshold, Entry* out) {
+  uint32_t words[kWords];
+  float bound[kWords];
+  int64_t count = 0;
+  for (int64_t at = start; at < start + n; at += kWords) {
+    const float most = max64(z + at);
+    if (most == -kInf || most + kGumbelMax < threshold) continue;
+    block_words(id, static_cast<uint32_t>(at / 4), words);
+    for (int i = 0; i < kWords; ++i) bound[i] = z[at + i] + gumbel_bound(words[i]);
+    if (max64(bound) < threshold) continue;
+    for (int i = 0; i < kWords; ++i) {
+      if (z[at + i] == -kInf || bound[i] < threshold) continue;
+      const float score = z[at + i] + gumbel_from_word(words[i]);
+      if (score >= threshold) out[count++] = {score, static_cast<int32_t>(at + i)};
+    }
+  }
+  return count;
+}
+
 // ------------------------------------------------------------------------------------------------------------ checks
 void check_words(uint64_t first, uint64_t n, WordReport* report) {
   constexpr int64_t kChunk = 1024;
@@ -353,4 +374,4 @@ void count_above(const float* g, int64_t n, const float* thresholds, int count, 
 
 const RowKernels kernels = {TLT_ISA_LEVEL == 512 ? "avx512" : TLT_ISA_LEVEL == 256 ? "avx2" : "baseline",
                             noise, load, mask, divide, cut, exp_sum, group_max, collect, find, argmax_noise,
-                            check_words, count_above};
+                            collect_noise, check_words, count_above};

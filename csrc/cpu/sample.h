@@ -19,12 +19,28 @@ struct SampleParams {
   const float *repetition, *presence, *frequency;
   const int32_t *history_row, *history_indptr, *history_prompt, *parent_row;
   const int64_t *history_ids, *node_tokens;
+  const int64_t* branch_tokens;  // [rows, branch_width]
+  int64_t branch_width;
+};
+
+// Ids of a reduced vocabulary: id i stands for target id i + offset(i), ascending. Null: the target's own ids.
+struct DraftIds {
+  const void* offsets = nullptr;
+  bool wide = false;    // int64, else int32
+  int64_t columns = 0;  // how many there are
+
+  int64_t target(int64_t i) const {
+    return i + (wide ? static_cast<const int64_t*>(offsets)[i] : static_cast<const int32_t*>(offsets)[i]);
+  }
 };
 
 struct Logits {
   const void* data;
   Dtype dtype;
   int64_t rows, vocab, limit;  // ids >= limit do not exist
+  DraftIds draft = {};         // of its columns, where those are not the vocabulary's
+
+  int64_t columns() const { return draft.offsets ? draft.columns : vocab; }
 };
 
 // tokens int64 [rows], logprobs fp32 [rows], raw_logprobs fp32 [rows] or null. forced int64 [rows] or null.

@@ -49,7 +49,8 @@ class RowParams:
     has, -1 = none. History i is history_ids[history_indptr[i] : history_indptr[i + 1]] (ids int64, indptr int32), the
     prompt's ids first, history_prompt[i] (int32) of them; ids that do not exist are ignored. parent_row int32 [R]: the
     row of the tree node's parent, -1 for a root; a row's own history is that list followed by the tokens of its branch
-    below the root, node_tokens int64 [R].
+    below the root, node_tokens int64 [R]. branch_tokens int64 [R, D], in place of the two: the tokens of the branch
+    itself, the row's own node among them, for rows whose ancestors are not rows of the same call; below 0 = none.
     """
 
     temperature: Tensor
@@ -71,6 +72,7 @@ class RowParams:
     history_prompt: Tensor | None = None
     parent_row: Tensor | None = None
     node_tokens: Tensor | None = None
+    branch_tokens: Tensor | None = None
 
     @staticmethod
     def plain(rows: int, temperature: float = 1.0, device: torch.device | str = "cpu") -> RowParams:
@@ -87,6 +89,20 @@ class SampleResult:
     tokens: Tensor
     logprobs: Tensor
     raw_logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DraftTop:
+    """The k best drafts of each row, best first, all [R, k]. tokens int64: target ids; draft_ids int64: columns of the
+    draft logits; both -1 where no id is left, all through a row that holds NaN or +inf. logprobs fp32: log q, of the
+    processed draft distribution (greedy rows: at temperature 1); scores fp32: log q + g, or log q where no noise is
+    looked at; both -inf beside -1.
+    """
+
+    tokens: Tensor
+    draft_ids: Tensor
+    scores: Tensor
+    logprobs: Tensor
 
 
 @dataclass(frozen=True)

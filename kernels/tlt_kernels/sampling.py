@@ -104,6 +104,12 @@ def check_params(params: RowParams, rows: int, vocab: int, device: torch.device)
         if device.type == "cpu":
             # A parent stands before its child, so the walk to the root ends.
             check_range("params.parent_row - row", params.parent_row - torch.arange(rows), -rows - 1, -1)
+    if params.branch_tokens is not None:
+        check("params.branch_tokens", params.branch_tokens, torch.int64, {"R": rows, "D": None}, device)
+        if params.parent_row is not None:
+            raise ValueError(
+                "params.branch_tokens: expected None beside parent_row, got both; say once what a row's branch holds"
+            )
 
 
 def _check(
@@ -124,11 +130,14 @@ def _check(
     return choose(op, backend, logits.device, cuda=on_gpu), limit
 
 
-def _fields(params: RowParams) -> tuple[dict[str, int], int]:
+def param_addresses(params: RowParams) -> tuple[dict[str, int], int]:
     """Addresses by name, and the words in a row of allowed_bits."""
     tensors = {f.name: getattr(params, f.name) for f in fields(params)}
     words = 0 if params.allowed_bits is None else params.allowed_bits.shape[1]
-    return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}, words
+    live = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
+    if params.branch_tokens is not None:
+        live["branch_width"] = params.branch_tokens.shape[1]
+    return live, words
 
 
 def sample(
@@ -166,7 +175,7 @@ def sample(
     logprobs = torch.empty(rows)
     raw = torch.empty(rows) if want_raw else None
     extension().sample(
-        logits.data_ptr(), DTYPES[logits.dtype], rows, vocab, limit, *addresses(ids), *_fields(params),
+        logits.data_ptr(), DTYPES[logits.dtype], rows, vocab, limit, *addresses(ids), *param_addresses(params),
         0 if forced is None else forced.data_ptr(), True, threads(), tokens.data_ptr(), logprobs.data_ptr(),
         0 if raw is None else raw.data_ptr(),
     )
@@ -185,6 +194,6 @@ def process_logits(
     rows, vocab = logits.shape
     out = torch.empty(rows, vocab)
     extension().process_logits(
-        logits.data_ptr(), DTYPES[logits.dtype], rows, vocab, limit, *_fields(params), threads(), out.data_ptr()
+        logits.data_ptr(), DTYPES[logits.dtype], rows, vocab, limit, *param_addresses(params), threads(), out.data_ptr()
     )
     return out

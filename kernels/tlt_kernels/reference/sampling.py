@@ -52,6 +52,8 @@ def history(params: RowParams, row: int) -> tuple[list[int], list[int]]:
         while (parent := int(params.parent_row[row])) >= 0:
             output.append(int(params.node_tokens[row]))
             row = parent
+    elif params.branch_tokens is not None:
+        output += params.branch_tokens[row].tolist()
     return prompt, output
 
 
