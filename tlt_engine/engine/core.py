@@ -53,6 +53,10 @@ class EngineCore:
         self._steady = False
         self.scheduler.add(sample.seq)
 
+    def forget_ahead(self) -> None:
+        """The pass ahead, if any, ran under weights or KV that are no longer the ones to go on from."""
+        self._ahead = None
+
     def step(self) -> bool:
         """One target pass over everything that runs. False when nothing could."""
         batch: Batch | None = None

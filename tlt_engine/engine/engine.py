@@ -6,7 +6,6 @@ Nothing global is touched: not the caller's RNG, grad mode, default device or pr
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -19,16 +18,16 @@ from tlt_engine.engine.build import build_kv, build_model, build_runner
 from tlt_engine.engine.core import EngineCore
 from tlt_engine.engine.intake import Intake
 from tlt_engine.engine.prompts import Prompt, as_list, as_prompt_list, check_ids, params_for_each
-from tlt_engine.engine.sample import CallInsideStep, Request, Sample
+from tlt_engine.engine.resident import Resident
+from tlt_engine.engine.sample import Request, Sample
 from tlt_engine.engine.stops import Stop
-from tlt_engine.models import LoadReport
 from tlt_engine.outputs import RequestOutput
 from tlt_engine.scheduler.scheduler import Scheduler
 from tlt_engine.speculation.drafter import Drafter
 from tlt_engine.speculation.model_free import ModelFreeDrafter
 
 
-class RolloutEngine:
+class RolloutEngine(Resident):
     """model: a Hugging Face folder, an in-memory transformers model (weights are copied), or a LoadedModel.
     tokenizer: overrides the one found beside the model. drafter: required with SpeculationConfig(method="custom").
 
@@ -42,6 +41,7 @@ class RolloutEngine:
     def __init__(
         self, model: Any, config: EngineConfig | None = None, *, tokenizer: Any = None, drafter: Drafter | None = None
     ) -> None:
+        super().__init__()
         self.config = config if config is not None else EngineConfig()
         if not isinstance(self.config, EngineConfig):
             raise refuse("config", "an EngineConfig", type(config).__name__, "build one")
@@ -70,16 +70,14 @@ class RolloutEngine:
             vocab_size=self.model_config.vocab_size, max_model_len=self.max_model_len, tokenizer=self.tokenizer,
             seed=self.config.seed, can_fit=scheduler.can_ever_fit,
         )
-        self._lock = threading.RLock()
         self._requests: dict[str, Request] = {}  # unfinished
         self._named = 0  # requests that were given a number for an id
-        self._stepping = False
         self._ready: list[Request] = []  # ended requests of add_request that step() has not returned yet
         self._finish_count = 0
         self._auditing = 0
-        self._updates = 0
         self._loads = self.model.weights.loads
         self._fingerprint = self.model.weights.fingerprint()
+        self.model.users.add(self)
 
     def _find_vocab_limit(self) -> int | None:
         """Ids at or beyond the tokenizer's length are padding rows of the head: never emitted."""
@@ -113,6 +111,7 @@ class RolloutEngine:
         priors = _one_each("prior_output_ids", prior_output_ids, len(items))
         with self._lock:
             self._refuse_inside_step("generate")
+            self._refuse_halted("generate")
             requests = [
                 self._intake.request(
                     item, p, name=f"prompts[{i}]", group_id=group, prior=prior, speculate=speculate,
@@ -137,6 +136,7 @@ class RolloutEngine:
                 raise refuse(f"outputs[{i}]", expected, type(output).__name__, "pass it whole")
         with self._lock:
             self._refuse_inside_step("resume")
+            self._refuse_halted("resume")
             restored = [
                 None if o.state is None
                 else self._intake.restore(o, o.state, self._weights, speculate=speculate, token_quota=token_quota)
@@ -157,6 +157,7 @@ class RolloutEngine:
             raise refuse("params.logits_processor", "None in score", params.logits_processor, "apply it to next_logits")
         with self._lock:
             self._refuse_inside_step("score")
+            self._refuse_halted("score")
             given = tuple(check_ids(output_ids, self.model_config.vocab_size, "output_ids"))
             forced = replace(
                 params, n=1, max_tokens=len(given), min_tokens=min(params.min_tokens, len(given)), stop=None, seed=0,
@@ -195,10 +196,13 @@ class RolloutEngine:
             return request.request_id
 
     def step(self) -> list[RequestOutput]:
-        """One target pass over everything that runs. Returns the requests of `add_request` that have ended."""
+        """One target pass over everything that runs; none while generation is paused. Returns the requests of
+        `add_request` that have ended."""
         with self._lock:
             self._refuse_inside_step("step")
-            self._step()
+            if not self._paused:
+                self._refuse_halted("step")
+                self._step()
             ready, self._ready = self._ready, []
             return [request.to_output(self._weights) for request in ready]
 
@@ -222,31 +226,7 @@ class RolloutEngine:
         """Samples that hold KV pages now."""
         return len(self._core.scheduler.running) + len(self._core.scheduler.prefilling)
 
-    # ---------------------------------------------------------------- weights and upkeep
-
-    @property
-    def weight_version(self) -> str:
-        """The label of the weights that the next tokens are drawn under; a count until update_weights gives one."""
-        return self._core.version
-
-    @property
-    def _weights(self) -> str:
-        """Identity of the weights: the caller's label and a fingerprint, so that equal labels in two engines do not
-        hide different weights."""
-        return f"{self._core.version}:{self._fingerprint}"
-
-    def update_weights(
-        self, weights: Any, *, weight_version: str | int | None = None, strict: bool = True
-    ) -> LoadReport:
-        """Copy new target weights in place: a mapping or pairs of (Hugging Face name, tensor), validated whole before
-        anything changes. Requests in flight keep their tokens, have their KV recomputed under the new weights, and go
-        on in a new noise segment. weight_version labels later tokens; default: a count. strict=False takes a subset;
-        the report names what was loaded, missing and unexpected."""
-        with self._lock:
-            self._refuse_inside_step("update_weights")
-            report = self.model.load_weights(_named_tensors(weights), strict=strict)
-            self._take_new_weights(weight_version)
-            return report
+    # ---------------------------------------------------------------- upkeep
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Pages in use stay with their samples; update_weights does this by itself."""
@@ -299,6 +279,7 @@ class RolloutEngine:
         """fp32 [V]: the target's unmodified logits after token_ids, in one plain pass with its own KV. For checks."""
         from tlt_engine.engine.equality import plain_logits
 
+        self._refuse_halted("next_logits")
         ids = check_ids(token_ids, self.model_config.vocab_size, "token_ids")
         if len(ids) > (limit := self.model.max_model_len):
             raise refuse("token_ids", f"at most max_model_len = {limit} ids", len(ids), "shorten them")
@@ -329,15 +310,6 @@ class RolloutEngine:
         """Not by the id alone: once a request has ended, its id may be another's."""
         return self._requests.get(request.request_id) is request
 
-    def _refuse_inside_step(self, method: str) -> None:
-        """A logits processor or a drafter runs in the middle of a step, whose work would be overtaken. Other threads
-        wait for the step's end at the lock and never see this."""
-        if self._stepping:
-            raise CallInsideStep(
-                f"{method}: expected a call between steps, got one from a callback inside a step; make it after step() "
-                "or generate() has returned, or from another thread"
-            )
-
     def _step(self) -> None:
         if self.model.weights.loads != self._loads:  # by another engine on this LoadedModel, or by the caller
             self._take_new_weights(None)
@@ -351,21 +323,6 @@ class RolloutEngine:
                 f"the scheduler ran nothing with {len(self._core.samples)} unfinished samples "
                 f"({self.num_running} holding pages, {self._pool.free} of {self._pool.total} pages free)"
             )
-
-    def _take_new_weights(self, weight_version: str | int | None) -> None:
-        """The target's weights have changed: what was computed under the old ones is not used again."""
-        core = self._core
-        core.version = str(weight_version) if weight_version is not None else _count_up(core.version)
-        self._updates += 1
-        self._loads = self.model.weights.loads
-        self._fingerprint = self.model.weights.fingerprint()
-        core.scheduler.set_version(self._updates)
-        core.scheduler.recompute_all()
-        for sample in list(core.samples.values()):
-            if sample.internal:
-                core.end(sample, Stop("abort", "the weights changed meanwhile"))
-            elif sample.output.token_ids:
-                sample.seq.segment += 1
 
     def _on_end(self, sample: Sample) -> None:
         out, params = sample.output, sample.request.params
@@ -415,6 +372,9 @@ class RolloutEngine:
                 with self._lock:
                     if not any(self._in_flight(r) for r in requests) and not self._auditing:
                         return [r.to_output(self._weights) for r in requests]
+                    if self._halted() is not None:
+                        self._may_run.wait()
+                        continue
                     self._step()
                 if bar is not None:
                     bar.n = sum(len(r.samples) - r.unfinished for r in requests)
@@ -439,18 +399,6 @@ def _one_each(name: str, given: Seq[Any] | None, count: int) -> Seq[Any]:
     if len(given) != count:
         raise refuse(name, f"one entry a prompt ({count})", len(given), "match the lengths")
     return given
-
-
-def _named_tensors(weights: Any) -> dict[str, Any]:
-    try:
-        return dict(weights)
-    except (TypeError, ValueError) as error:
-        raise refuse("weights", "a mapping or pairs of (Hugging Face name, tensor)", type(weights).__name__,
-                     f"{error}") from error
-
-
-def _count_up(version: str) -> str:
-    return str(int(version) + 1) if version.isdigit() else f"{version}+1"
 
 
 def _progress_bar(requests: Seq[Request]) -> Any:

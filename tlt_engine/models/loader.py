@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tlt_engine.config import DTYPES, refuse
 from tlt_engine.models.config import ModelConfig
+from tlt_engine.models.sources import InMemory, Safetensors, WeightSource
 from tlt_engine.models.transformer import Transformer
 from tlt_engine.models.weights import EMBED, HEAD, LoadReport
 
@@ -45,7 +44,7 @@ def load_model(
     or the architecture is not served; weights that the model does not use are named in one warning.
     """
     if hasattr(source, "state_dict") and hasattr(source, "config"):
-        return _load(_InMemory(source), dtype, device, lm_head_dtype, max_model_len)
+        return _load(_Model(source), dtype, device, lm_head_dtype, max_model_len)
     if source == "demo":
         from tlt_engine.models.gguf import demo_model
 
@@ -56,24 +55,17 @@ def load_model(
     return _load(_Folder(Path(source)), dtype, device, lm_head_dtype, max_model_len)
 
 
-class _InMemory:
+class _Model:
     """A transformers model. Its state_dict aliases its weights; Weights.copy copies out of it."""
 
     def __init__(self, model: Any) -> None:
         self.config = ModelConfig.from_hf(model.config, getattr(model, "generation_config", None))
-        self._state: Mapping[str, Tensor] = model.state_dict()
+        self.weights: WeightSource = InMemory(model.state_dict())
         self.tokenizer = None
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(t.shape) for name, t in self._state.items()}
-
-    def tensors(self, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self._state[name]) for name in names)
 
 
 class _Folder:
-    """config.json, generation_config.json, safetensors and tokenizer files. Tensors are read one at a time."""
+    """config.json, generation_config.json, safetensors and tokenizer files."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -88,46 +80,7 @@ class _Folder:
         self.config = ModelConfig.from_hf(
             AutoConfig.from_pretrained(path), json.loads(generation.read_text()) if generation.is_file() else None
         )
-        self._files = self._weight_map()
-
-    def _weight_map(self) -> dict[str, Path]:
-        """Tensor name -> file. The index names the shards; without one, every safetensors file counts."""
-        from safetensors import safe_open
-
-        index = self._path / "model.safetensors.index.json"
-        if index.is_file():
-            names = json.loads(index.read_text())["weight_map"]
-            absent = sorted({f for f in names.values() if not (self._path / f).is_file()})
-            if absent:
-                raise refuse("model", f"all shards named in {index.name}", f"no {', '.join(absent)}", "download them")
-            return {name: self._path / file for name, file in names.items()}
-        files = sorted(self._path.glob("*.safetensors"))
-        if not files:
-            raise refuse("model", "*.safetensors files", sorted(p.name for p in self._path.iterdir()),
-                         "save it with save_pretrained(folder, safe_serialization=True)")
-        found: dict[str, Path] = {}
-        for file in files:
-            with safe_open(file, framework="pt") as f:
-                found.update(dict.fromkeys(f.keys(), file))
-        return found
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        from safetensors import safe_open
-
-        shapes: dict[str, tuple[int, ...]] = {}
-        for file in sorted(set(self._files.values())):
-            with safe_open(file, framework="pt") as f:
-                own = [n for n, at in self._files.items() if at == file]
-                shapes.update({n: tuple(f.get_slice(n).get_shape()) for n in own})
-        return shapes
-
-    def tensors(self, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-        from safetensors import safe_open
-
-        for file in sorted({self._files[n] for n in names}):
-            with safe_open(file, framework="pt") as f:
-                yield from ((n, f.get_tensor(n)) for n in names if self._files[n] == file)
+        self.weights: WeightSource = Safetensors(path)
 
     @property
     def tokenizer(self) -> Any | None:
@@ -139,10 +92,10 @@ class _Folder:
 
 
 def _load(
-    source: _InMemory | _Folder, dtype: str | torch.dtype, device: torch.device | str,
+    source: _Model | _Folder, dtype: str | torch.dtype, device: torch.device | str,
     lm_head_dtype: str | torch.dtype | None, max_model_len: int | None,
 ) -> LoadedModel:
-    shapes = source.shapes
+    shapes = dict(source.weights.shapes)
     config, notes = _settle_head(source, shapes)
     if max_model_len is None:
         on_cpu = torch.device(device).type == "cpu"
@@ -152,21 +105,22 @@ def _load(
         lm_head_dtype=None if lm_head_dtype is None else _torch_dtype("lm_head_dtype", lm_head_dtype),
     )
     report = model.weights.check(shapes, strict=True, allow_unknown=True)
-    model.weights.copy(source.tensors(report.loaded))
+    report = model.weights.install(source.weights, report)
     if report.unexpected:
         warnings.warn(f"weights not used by this model: {', '.join(report.unexpected)}", stacklevel=3)
-    return LoadedModel(model, config, source.tokenizer, config.eos_token_ids, replace(report, notes=notes))
+    report = replace(report, notes=(*notes, *report.notes))
+    return LoadedModel(model, config, source.tokenizer, config.eos_token_ids, report)
 
 
 def _settle_head(
-    source: _InMemory | _Folder, shapes: dict[str, tuple[int, ...]]
+    source: _Model | _Folder, shapes: dict[str, tuple[int, ...]]
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """What a lm_head.weight beside a tied embedding means. Equal: one tensor. Different: the config is wrong, and the
     head is kept apart, as transformers 5 does."""
     config = source.config
     if not (config.tie_word_embeddings and HEAD in shapes and EMBED in shapes):
         return config, ()
-    pair = dict(source.tensors((EMBED, HEAD)))
+    pair = dict(source.weights.tensors((EMBED, HEAD)))
     if torch.equal(pair[EMBED], pair[HEAD]):
         del shapes[HEAD]
         return config, (f"{HEAD} equals the embedding it is tied to: one tensor serves both",)

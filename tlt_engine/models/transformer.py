@@ -8,7 +8,9 @@ In fp32 on the CPU a row's bits depend on its own context only, not on the other
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +48,7 @@ class Transformer:
         self.weights = Weights(config, dtype=dtype, device=self.device, lm_head_dtype=lm_head_dtype)
         self.cos, self.sin = rope_tables(config.rope, self.max_model_len, self.device)
         self._scale = config.head_dim**-0.5
+        self.users: WeakSet[object] = WeakSet()  # engines built on it
 
     @property
     def lm_head_dtype(self) -> torch.dtype:
@@ -61,9 +64,9 @@ class Transformer:
         the head's copy."""
         return self.weights.named()
 
-    def load_weights(self, mapping: Mapping[str, Tensor], *, strict: bool = True) -> LoadReport:
+    def load_weights(self, weights: Any, *, strict: bool = True) -> LoadReport:
         """Copies Hugging Face tensors in place; see Weights.load."""
-        return self.weights.load(mapping, strict=strict)
+        return self.weights.load(weights, strict=strict)
 
     # no_grad, not inference_mode: the drafter's trainer saves captured hidden states for its backward pass, which torch
     # refuses for inference tensors. The difference is 0.1 ms of a 30-layer pass.

@@ -6,14 +6,17 @@ for every later update, so a name can never be loaded into a stale copy.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tlt_engine.models.config import ModelConfig
+from tlt_engine.models.sources import WeightSource, weight_source
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")  # recomputed here
@@ -72,6 +75,7 @@ class Weights:
         self.head = self._head_master.to(lm_head_dtype) if copied else self._head_master
         self._views = dict(self._name_views())
         self.loads = 0  # rises with every change of values, so that whoever computed with them can tell
+        self.invalid: str | None = None  # why the values are no policy's: nobody may run a pass on them
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._views.items())
@@ -107,6 +111,13 @@ class Weights:
             parts.append(view.reshape(-1, view.shape[-1])[rows, columns].float())
         return blake2b(torch.cat(parts).cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
+    @torch.no_grad()
+    def checksums(self) -> dict[str, str]:
+        """16 hex digits a weight, over all of its bytes as they are stored: a sum of the bit patterns and one weighted
+        by place, so that equal digits mean equal values for all practical purposes. Reads everything once."""
+        sums = torch.stack([_bit_sums(view) for view in self._views.values()]).cpu().tolist()
+        return {name: f"{a & 0xFFFFFFFF:08x}{b & 0xFFFFFFFF:08x}" for name, (a, b) in zip(self._views, sums)}
+
     def check(
         self, shapes: Mapping[str, Sequence[int]], *, strict: bool = True, allow_unknown: bool = False
     ) -> LoadReport:
@@ -141,30 +152,47 @@ class Weights:
             )
         return LoadReport(loaded, missing, unexpected)
 
-    def load(self, mapping: Mapping[str, Tensor], *, strict: bool = True) -> LoadReport:
+    def load(self, weights: Any, *, strict: bool = True) -> LoadReport:
         """Validates the whole set with `check`, then copies in place, casting dtypes. If validation fails nothing has
-        changed. Values are copied, never aliased."""
-        for name, value in mapping.items():
-            _check_tensor(name, value)
-        report = self.check({name: tuple(value.shape) for name, value in mapping.items()}, strict=strict)
-        tied_pair = self._config.tie_word_embeddings and EMBED in mapping and HEAD in mapping
-        if tied_pair and not _same(mapping[EMBED], mapping[HEAD]):
-            raise ValueError(
-                f"weights: expected {HEAD} equal to {EMBED}, as this model's head is tied to its embedding, got other "
-                "values; send only the embedding, or load with tie_word_embeddings false (nothing was changed)"
-            )
-        self.copy((name, mapping[name]) for name in report.loaded)
-        return report
+        changed. Values are copied, never aliased. weights: whatever sources.weight_source takes."""
+        source = weight_source(weights)
+        report = self.check(source.shapes, strict=strict)
+        if self._config.tie_word_embeddings and EMBED in source.shapes and HEAD in source.shapes:
+            pair = dict(source.tensors((EMBED, HEAD)))
+            if not _same(pair[EMBED], pair[HEAD]):
+                raise ValueError(
+                    f"weights: expected {HEAD} equal to {EMBED}, as this model's head is tied to its embedding, got "
+                    "other values; send only the embedding, or load with tie_word_embeddings false (nothing was "
+                    "changed)"
+                )
+        return self.install(source, report)
+
+    def install(self, source: WeightSource, report: LoadReport) -> LoadReport:
+        """Copies what `check` has passed. If the source breaks off, the weights stay invalid until a full load."""
+        before, self.invalid = self.invalid, "an update of the weights broke off"
+        casts = self.copy(source.tensors(report.loaded))
+        self.invalid = before if report.missing else None
+        return replace(report, notes=tuple(_cast_notes(casts, self.embed.dtype)))
 
     @torch.no_grad()
-    def copy(self, items: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies tensors that `check` has passed and refreshes the head's copy. For streams: call check first."""
+    def copy(self, items: Iterable[tuple[str, Tensor]]) -> Counter[torch.dtype]:
+        """Copies tensors that `check` has passed and refreshes the head's copy; the caller may change its tensors once
+        this has returned. For streams: call check first. Returns how many came in another dtype, by dtype."""
         self.loads += 1
+        casts: Counter[torch.dtype] = Counter()
         for name, value in items:
-            view = self.embed if name == HEAD and self._config.tie_word_embeddings else self._views[name]
-            view.copy_(value)
+            view = self._view(name)
+            view.copy_(value, non_blocking=True)  # from pinned memory copies then overlap
+            if value.dtype != view.dtype:
+                casts[value.dtype] += 1
         if self.head is not self._head_master:
             self.head.copy_(self._head_master)
+        if self.embed.is_cuda:
+            torch.cuda.synchronize(self.embed.device)
+        return casts
+
+    def _view(self, name: str) -> Tensor:
+        return self.embed if name == HEAD and self._config.tie_word_embeddings else self._views[name]
 
     def _remedy(self, unexpected: Sequence[str], missing: Sequence[str]) -> str:
         for name in unexpected:
@@ -178,23 +206,24 @@ class Weights:
         return "send Hugging Face names, as model.named_weights() lists them; strict=False accepts a subset"
 
 
-def _check_tensor(name: str, value: object) -> None:
-    """Refuses what copy_ could not take, which would show only when half of the set is in place, or takes silently."""
-    if not isinstance(value, Tensor):
-        got = f"{type(value).__name__} for {name}"
-        raise ValueError(f"weights: expected torch tensors, got {got}; convert it with torch.as_tensor")
-    kind, remedy = "", ""
-    if hasattr(value, "full_tensor"):
-        kind, remedy = "DTensor", "gather it with full_tensor()"
-    elif value.is_meta:
-        kind, remedy = "meta tensor", "send one with data"
-    elif value.layout != torch.strided:
-        kind, remedy = f"{value.layout} tensor", "make it dense with to_dense()"
-    elif not value.is_floating_point():
-        kind, remedy = f"{value.dtype} tensor", "dequantize it"
-    if kind:
-        raise ValueError(f"weights: expected plain floating-point tensors, got a {kind} for {name}; {remedy} "
-                         "(nothing was changed)")
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHECKED_AT_ONCE = 1 << 24  # elements: 128 MB of int64 at a time
+
+
+def _bit_sums(view: Tensor) -> Tensor:
+    """int64 [2]; sums wrap around, so their order does not matter."""
+    bits = view.reshape(-1).view(BITS[view.element_size()])
+    total = torch.zeros(2, dtype=torch.int64, device=view.device)
+    for start in range(0, len(bits), CHECKED_AT_ONCE):
+        part = bits[start : start + CHECKED_AT_ONCE].long()
+        place = torch.arange(start, start + len(part), device=view.device) * 2654435761 % 2**32 + 1
+        total += torch.stack((part.sum(), (part * place).sum()))
+    return total
+
+
+def _cast_notes(casts: Counter[torch.dtype], dtype: torch.dtype) -> Iterator[str]:
+    for source, count in casts.items():
+        yield f"{count} tensors cast from {source} to {dtype}"
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,261 @@
+"""What an engine holds on its device and when it may run: weight updates, sleep, pause. RolloutEngine builds on it.
+
+Knows no prompts and no outputs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence as Seq
+from typing import Any, Literal
+
+import torch
+
+from tlt_engine.config import EngineConfig, refuse
+from tlt_engine.engine.core import EngineCore
+from tlt_engine.engine.sample import CallInsideStep
+from tlt_engine.engine.sleep import Storages
+from tlt_engine.engine.stops import Stop
+from tlt_engine.engine.weight_stream import WeightStream, check_dtypes
+from tlt_engine.kvcache.prefix import PrefixCache
+from tlt_engine.models import LoadReport, Transformer
+
+TAGS = ("weights", "kv_cache")
+InFlight = Literal["recompute", "keep", "abort"]
+
+
+class EngineHalted(RuntimeError):
+    """The engine sleeps, is paused, or has no valid weights; the message says which call changes that."""
+
+
+class Resident:
+    config: EngineConfig
+    model: Transformer
+    _core: EngineCore
+    _prefix: PrefixCache | None
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._may_run = threading.Condition(self._lock)  # notified when a reason of _halted() goes away
+        self._stepping = False
+        self._paused = False
+        self._draining = False
+        self._asleep: dict[str, Storages] = {}  # by tag
+        self._stream: WeightStream | None = None
+        self._updates = 0
+        self._loads = 0
+        self._fingerprint = ""
+
+    # ---------------------------------------------------------------- weights
+
+    @property
+    def weight_version(self) -> str:
+        """The label of the weights that the next tokens are drawn under; a count until update_weights gives one."""
+        return self._core.version
+
+    @property
+    def _weights(self) -> str:
+        """Identity of the weights: the caller's label and a fingerprint, so that equal labels in two engines do not
+        hide different weights."""
+        return f"{self._core.version}:{self._fingerprint}"
+
+    def update_weights(
+        self, weights: Any, *, weight_version: str | int | None = None, strict: bool = True,
+        in_flight: InFlight = "recompute",
+    ) -> LoadReport | None:
+        """Copy new target weights in place, cast to the model's dtypes. Addresses do not move, so CUDA graphs stay
+        valid; cached prefixes are dropped.
+
+        weights: a mapping, pairs or an iterator of (Hugging Face name, tensor), a transformers model, or a folder of
+        safetensors. Validated whole before anything changes; ValueError lists every missing, unknown and misshapen
+        name. A sharded DTensor is gathered one at a time. Between start_weight_update and finish_weight_update: the
+        next pieces of that stream (weight_version is given to finish_weight_update then, and None is returned).
+        weight_version labels later tokens; default: a count. strict=False takes a subset; the report names what was
+        loaded, missing, unexpected and cast.
+        in_flight: requests that have begun keep their tokens and go on in a new noise segment, with their KV computed
+        again under the new weights ("recompute") or kept as it is, of mixed policies ("keep"); or they end ("abort").
+        """
+        if in_flight not in ("recompute", "keep", "abort"):
+            raise refuse("in_flight", "'recompute', 'keep' or 'abort'", in_flight, "pick one")
+        with self._lock:
+            self._refuse_inside_step("update_weights")
+            self._refuse_without_memory("update_weights")
+            if self._stream is not None:
+                self._stream.take(weights)
+                return None
+            report = self.model.load_weights(weights, strict=strict)
+            self._take_new_weights(weight_version, in_flight)
+            return report
+
+    def start_weight_update(
+        self, names: Seq[str], shapes: Seq[Seq[int]], dtypes: Seq[str | torch.dtype] | None = None, *,
+        strict: bool = True,
+    ) -> LoadReport:
+        """Announce tensors that will come in pieces through update_weights, for sets too large to hold at once. Names
+        and shapes are validated whole; nothing has changed yet. From the first piece to finish_weight_update no step
+        runs. A stream that deviates leaves the weights invalid, and every call that needs them refuses, until a full
+        update; calling this again drops an unfinished stream."""
+        with self._lock:
+            self._refuse_inside_step("start_weight_update")
+            self._refuse_without_memory("start_weight_update")
+            check_dtypes(dtypes, names)
+            self._stream = WeightStream(self.model.weights, names, shapes, strict)
+            return self._stream.report
+
+    def finish_weight_update(
+        self, weight_version: str | int | None = None, *, in_flight: InFlight = "recompute"
+    ) -> LoadReport:
+        """All announced pieces have come: the new weights go live. ValueError names those that have not."""
+        with self._lock:
+            if self._stream is None:
+                raise refuse("finish_weight_update", "a stream begun by start_weight_update", None, "start one")
+            stream, self._stream = self._stream, None
+            stream.finish()
+            self._take_new_weights(weight_version, in_flight)
+            return stream.report
+
+    def weight_checksums(self) -> dict[str, str]:
+        """{Hugging Face name: 16 hex digits} over the bytes as they are stored. Reads all weights once."""
+        with self._lock:
+            self._refuse_without_memory("weight_checksums")
+            return self.model.weights.checksums()
+
+    def _take_new_weights(self, weight_version: str | int | None, in_flight: InFlight = "recompute") -> None:
+        """The target's weights have changed: what was computed under the old ones is not used again."""
+        core = self._core
+        core.version = str(weight_version) if weight_version is not None else _count_up(core.version)
+        self._updates += 1
+        self._loads = self.model.weights.loads
+        self._fingerprint = self.model.weights.fingerprint()
+        core.forget_ahead()
+        core.scheduler.set_version(self._updates)
+        if in_flight != "keep":
+            core.scheduler.recompute_all()
+        for sample in list(core.samples.values()):
+            if sample.internal or in_flight == "abort":
+                core.end(sample, Stop("abort", "the weights changed meanwhile"))
+            elif sample.output.token_ids:
+                sample.seq.segment += 1
+        self._may_run.notify_all()
+
+    # ---------------------------------------------------------------- sleep
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back: weights (level 1: kept in host memory, pinned on CUDA; level 2: discarded, so
+        that waking needs a full update_weights), KV, CUDA graphs. Requests in flight stay queued and are recomputed
+        after wake_up. A model shared with another engine is refused: it would pull the weights from under that one."""
+        if level not in (1, 2):
+            raise refuse("level", "1 (weights kept on the host) or 2 (weights discarded)", level, "pick one")
+        with self._lock:
+            self._refuse_inside_step("sleep")
+            if self._asleep:
+                return
+            if len(self.model.users) > 1:
+                raise refuse("sleep", "a model of this engine alone", f"{len(self.model.users)} engines on it",
+                             "give each its own, or let the others go first")
+            core = self._core
+            core.forget_ahead()
+            core.scheduler.recompute_all()
+            if self._prefix is not None:
+                self._prefix.reset()
+            core.runner.release_graphs()
+            weights = Storages((*dict(self.model.named_weights()).values(), self.model.weights.head))
+            kv = Storages([core.runner.kv.data])
+            weights.offload(keep=level == 1)
+            kv.offload(keep=False)
+            self._asleep = {"weights": weights, "kv_cache": kv}
+            if level == 2:
+                self.model.weights.invalid = "sleep(2) discarded them"
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def wake_up(self, tags: Seq[str] | None = None) -> None:
+        """Take the memory back: all of it, or what `tags` names ("weights", "kv_cache"), for a trainer that sends
+        weights before there is room for the KV. After sleep(1) the same tokens as before; CUDA graphs are captured
+        again at first use."""
+        wanted = TAGS if tags is None else tuple(tags)
+        for tag in wanted:
+            if tag not in TAGS:
+                raise refuse("tags", f"some of {TAGS}", tag, "leave it out")
+        with self._lock:
+            for tag in wanted:
+                if (storages := self._asleep.get(tag)) is not None:
+                    storages.restore()  # out of memory: it stays asleep, and can be woken later
+                    del self._asleep[tag]
+            self._may_run.notify_all()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._asleep)
+
+    # ---------------------------------------------------------------- pause
+
+    def pause_generation(self, mode: Literal["abort", "wait", "keep"] = "keep", *, clear_cache: bool = False) -> None:
+        """No step runs after this returns, until resume_generation. "abort": requests in flight end with what they
+        have. "wait": they run to their ends first. "keep": they stay where they are; calls of other threads wait.
+        clear_cache: forget cached prefixes too."""
+        if mode not in ("abort", "wait", "keep"):
+            raise refuse("mode", "'abort', 'wait' or 'keep'", mode, "pick one")
+        with self._lock:
+            self._refuse_inside_step("pause_generation")
+            if mode == "abort":
+                for sample in list(self._core.samples.values()):
+                    self._core.end(sample, Stop("abort"))
+            elif mode == "wait":
+                self._drain()
+            self._paused = True
+            if clear_cache and self._prefix is not None:
+                self._prefix.reset()
+
+    def resume_generation(self) -> None:
+        with self._lock:
+            self._paused = False
+            self._may_run.notify_all()
+
+    def _drain(self) -> None:
+        """Other threads' calls take their turns in between; new ones are refused."""
+        self._draining = True
+        try:
+            while self._core.samples:
+                if (reason := self._halted()) is not None:
+                    raise EngineHalted(f"pause_generation: expected requests that can run to their ends, but {reason}")
+                self._step()
+        finally:
+            self._draining = False
+
+    # ---------------------------------------------------------------- may it run?
+
+    def _step(self) -> None:
+        raise NotImplementedError
+
+    def _halted(self) -> str | None:
+        """Why no step may run now."""
+        if self._asleep:
+            return f"it sleeps without its {' and '.join(self._asleep)}; call wake_up()"
+        if self.model.weights.invalid is not None:
+            return f"its weights are invalid: {self.model.weights.invalid}; call update_weights with the whole set"
+        if self._paused:
+            return "generation is paused; call resume_generation()"
+        return None
+
+    def _refuse_halted(self, method: str) -> None:
+        reason = "generation is being paused; wait for it" if self._draining else self._halted()
+        if reason is not None:
+            raise EngineHalted(f"{method}: expected an engine that may run, but {reason}")
+
+    def _refuse_without_memory(self, method: str) -> None:
+        if "weights" in self._asleep:
+            raise EngineHalted(f"{method}: expected weights on the device, but the engine sleeps; call wake_up() first")
+
+    def _refuse_inside_step(self, method: str) -> None:
+        """A logits processor or a drafter runs in the middle of a step, whose work would be overtaken. Other threads
+        wait for the step's end at the lock and never see this."""
+        if self._stepping:
+            raise CallInsideStep(
+                f"{method}: expected a call between steps, got one from a callback inside a step; make it after step() "
+                "or generate() has returned, or from another thread"
+            )
+
+
+def _count_up(version: str) -> str:
+    return str(int(version) + 1) if version.isdigit() else f"{version}+1"
