@@ -74,6 +74,11 @@ class Equality:
 
 def plain_logits(model: Transformer, token_ids: Seq[int]) -> Tensor:
     """fp32 [V] on the CPU: the unmodified logits after token_ids, from one causal pass with KV of its own."""
+    return last_logits(model, token_ids, 1)[0]
+
+
+def last_logits(model: Transformer, token_ids: Seq[int], count: int) -> Tensor:
+    """fp32 [count, V] on the CPU: as plain_logits, of the last `count` tokens each."""
     n = len(token_ids)
     kv = model.new_kv(1, n)
     device = model.device
@@ -84,10 +89,11 @@ def plain_logits(model: Transformer, token_ids: Seq[int]) -> Tensor:
         prefix_lens=torch.zeros(1, dtype=torch.int32, device=device),
         node_indptr=torch.tensor([0, n], dtype=torch.int32, device=device),
         ancestors=torch.zeros(n, 2, dtype=torch.int64, device=device),
-        causal=torch.ones(1, dtype=torch.uint8, device=device), logit_rows=torch.tensor([n - 1], device=device),
+        causal=torch.ones(1, dtype=torch.uint8, device=device),
+        logit_rows=torch.arange(n - count, n, device=device),
     )
     with torch.inference_mode():
-        return model.forward(step, kv).logits[0].float().cpu()
+        return model.forward(step, kv).logits.float().cpu()
 
 
 def compare_runs(
