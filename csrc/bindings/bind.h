@@ -18,6 +18,7 @@ void bind_suffix(py::module_& m);
 
 #ifdef TLT_WITH_CUDA
 void bind_cuda_attention(py::module_& m);
+void bind_cuda_invariant(py::module_& m);
 void bind_cuda_kv(py::module_& m);
 void bind_cuda_sample(py::module_& m);
 void bind_cuda_tree(py::module_& m);

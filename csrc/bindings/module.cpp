@@ -20,6 +20,7 @@ PYBIND11_MODULE(_C, m) {
   bind_suffix(m);
 #ifdef TLT_WITH_CUDA
   bind_cuda_attention(m);
+  bind_cuda_invariant(m);
   bind_cuda_kv(m);
   bind_cuda_noise(m);
   bind_cuda_sample(m);
