@@ -1,100 +1,132 @@
-// A decode step's inputs, from the lists that Python keeps to the arrays that the kernels read (engine/layout.py says
-// which). One call a step: the GPU waits for it before every verification.
+// A decode step between Python's lists and the arrays of the kernels (engine/packing.py, engine/layout.py): one call for
+// what a pass emitted, one for what the next one takes. Lists are read through the C API: 15 ns a number.
 #include <algorithm>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include <pybind11/stl.h>
 
 #include "bindings/bind.h"
+#include "cpu/step.h"
 
 namespace {
 
-// Arrays of the step, in the order of layout.frame_sections. R rows, B requests of the layout.
-struct Arrays {
-  int64_t *token_ids, *positions, *slots, *ancestors;  // [R], [R], [R], [R, 2]
-  int32_t *prefix_lens, *node_indptr;                  // [B], [B + 1]
-  uint8_t* causal;                                     // [B]
-  int64_t *keys, *draws, *samples, *segments;          // [R]
-  float* temperature;                                  // [R]
-  int32_t *parents, *depths, *page_table;              // [R], [R], [B, width]
-};
+template <typename T>
+void read_numbers(py::handle from, std::vector<T>& to) {
+  const auto fast = py::reinterpret_steal<py::object>(PySequence_Fast(from.ptr(), "expected a sequence of ints"));
+  if (!fast) throw py::error_already_set();
+  const Py_ssize_t n = PySequence_Fast_GET_SIZE(fast.ptr()), known = static_cast<Py_ssize_t>(to.size());
+  to.resize(static_cast<size_t>(n));
+  for (Py_ssize_t i = known; i < n; ++i) {
+    const long long value = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(fast.ptr(), i));
+    if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+    to[static_cast<size_t>(i)] = static_cast<T>(value);
+  }
+}
 
-Arrays arrays_at(const std::vector<uint64_t>& p) {
-  if (p.size() != 15) throw py::value_error("pack_decodes: expected 15 addresses, got " + std::to_string(p.size()));
+void read_tree(py::handle draft, tlt::Tree& tree) {
+  tree.tokens.clear(), tree.parents.clear();
+  read_numbers(draft.attr("tokens"), tree.tokens);
+  read_numbers(draft.attr("parents"), tree.parents);
+}
+
+py::list as_list(const int64_t* numbers, int64_t count) {
+  py::list list(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) PyList_SET_ITEM(list.ptr(), i, PyLong_FromLongLong(numbers[i]));
+  return list;
+}
+
+tlt::StepArrays arrays_at(const std::vector<uint64_t>& p) {
+  if (p.size() != 15) throw py::value_error("pack: expected 15 addresses, got " + std::to_string(p.size()));
   return {at<int64_t>(p[0]),  at<int64_t>(p[1]),  at<int64_t>(p[2]),  at<int64_t>(p[3]),  at<int32_t>(p[4]),
           at<int32_t>(p[5]),  at<uint8_t>(p[6]),  at<int64_t>(p[7]),  at<int64_t>(p[8]),  at<int64_t>(p[9]),
           at<int64_t>(p[10]), at<float>(p[11]),   at<int32_t>(p[12]), at<int32_t>(p[13]), at<int32_t>(p[14])};
 }
 
-// One sequence: its tree's tokens and parents, its pages, and (kv_len, key, sample, segment, temperature).
-using Work = std::tuple<std::vector<int64_t>, std::vector<int32_t>, std::vector<int32_t>,
-                        std::tuple<int64_t, int64_t, int64_t, int64_t, float>>;
+// Where a step's arrays lie; made once a layout.
+struct Arrays {
+  Arrays(const std::vector<uint64_t>& addresses, int64_t rows, int64_t requests, int64_t page, int64_t width,
+         int64_t dummy_page)
+      : at(arrays_at(addresses)), sizes{rows, requests, page, width, dummy_page} {}
+  tlt::StepArrays at;
+  tlt::StepSizes sizes;
+};
 
-[[noreturn]] void refuse(size_t b, const std::string& what) {
-  throw py::value_error("pack_decodes: sequence " + std::to_string(b) + ": " + what);
-}
-
-void pack_one(const Arrays& a, const Work& work, size_t b, int64_t first, int64_t page, int64_t width) {
-  const auto& [tokens, parents, pages, one] = work;
-  const auto& [kv_len, key, sample, segment, temperature] = one;
-  const int64_t n = static_cast<int64_t>(tokens.size()), have = static_cast<int64_t>(pages.size());
-  if (have > width || (kv_len + n + page - 1) / page > have) {
-    refuse(b, "expected pages for " + std::to_string(kv_len + n) + " slots, at most " + std::to_string(width) + ", got " +
-                  std::to_string(have));
+// The sequences that decode together, from one pass to the next while none of them comes or goes.
+class Lanes {
+ public:
+  void add(py::list pages, int64_t kv_len, int64_t key, int64_t sample, int64_t segment, float temperature,
+           int64_t length, int64_t end, py::handle stops) {
+    tlt::Lane lane{kv_len, key, sample, segment, temperature, length, end, {}, {}};
+    read_numbers(stops, lane.stops);
+    lanes_.push_back(std::move(lane));
+    pages_.push_back(std::move(pages));
   }
-  std::copy(pages.begin(), pages.end(), a.page_table + static_cast<int64_t>(b) * width);
-  a.prefix_lens[b] = static_cast<int32_t>(kv_len);
-  a.causal[b] = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t row = first + i, parent = parents[i], slot = kv_len + i;
-    if (i == 0 ? parent != -1 : parent < 0 || parent >= i) refuse(b, "expected parents before their children");
-    a.token_ids[row] = tokens[i];
-    a.parents[row] = static_cast<int32_t>(parent);
-    a.depths[row] = i == 0 ? 0 : a.depths[first + parent] + 1;
-    for (int word = 0; word < 2; ++word) {
-      const uint64_t above = i == 0 ? 0 : static_cast<uint64_t>(a.ancestors[2 * (first + parent) + word]);
-      const uint64_t own = i / 64 == word ? uint64_t{1} << (i % 64) : 0;
-      a.ancestors[2 * row + word] = static_cast<int64_t>(above | own);
+
+  py::tuple commit(uint64_t accept_lens, uint64_t emitted, int64_t steps) {
+    const int32_t* counts = at<int32_t>(accept_lens);
+    const int64_t* tokens = at<int64_t>(emitted);
+    py::list kept_tokens(lanes_.size()), accepted(lanes_.size()), ended(0);
+    for (size_t b = 0; b < lanes_.size(); ++b) {
+      const tlt::Kept kept = tlt::keep(lanes_[b], tokens + static_cast<int64_t>(b) * steps, counts[b]);
+      kept_tokens[b] = as_list(tokens + static_cast<int64_t>(b) * steps, kept.tokens);
+      accepted[b] = py::int_(kept.accepted);
+      if (kept.ended) ended.append(b);
     }
-    a.positions[row] = kv_len + a.depths[row];
-    a.draws[row] = a.positions[row] + 1;
-    a.slots[row] = static_cast<int64_t>(pages[slot / page]) * page + slot % page;
-    a.keys[row] = key, a.samples[row] = sample, a.segments[row] = segment, a.temperature[row] = temperature;
+    return py::make_tuple(std::move(kept_tokens), std::move(accepted), std::move(ended));
   }
-}
 
-int64_t pack_decodes(const std::vector<Work>& works, const std::vector<uint64_t>& addresses, int64_t rows,
-                     int64_t requests, int64_t page, int64_t width, int64_t dummy_page) {
-  const Arrays a = arrays_at(addresses);
-  if (static_cast<int64_t>(works.size()) > requests) throw py::value_error("pack_decodes: more sequences than requests");
-  int64_t next = 0;
-  a.node_indptr[0] = 0;
-  for (size_t b = 0; b < works.size(); ++b) {
-    const int64_t n = static_cast<int64_t>(std::get<0>(works[b]).size());
-    if (n < 1 || n > 128 || n != static_cast<int64_t>(std::get<1>(works[b]).size()) || next + n > rows) {
-      refuse(b, "expected 1 to 128 nodes with a parent each, within " + std::to_string(rows) + " rows");
+  py::tuple pack(const py::list& trees, const Arrays& arrays) {
+    if (trees.size() != lanes_.size() || static_cast<int64_t>(trees.size()) > arrays.sizes.requests) {
+      throw py::value_error("pack: expected a tree for each of " + std::to_string(lanes_.size()) +
+                            " sequences, at most " + std::to_string(arrays.sizes.requests) + ", got " +
+                            std::to_string(trees.size()));
     }
-    pack_one(a, works[b], b, next, page, width);
-    next += n;
-    a.node_indptr[b + 1] = static_cast<int32_t>(next);
+    int64_t next = 0;
+    int32_t deepest = 0;
+    arrays.at.node_indptr[0] = 0;
+    for (size_t b = 0; b < trees.size(); ++b) {
+      read_numbers(pages_[b], lanes_[b].pages);  // they only grow: those known are not read again
+      read_tree(trees[b], tree_);
+      deepest = std::max(
+          deepest, tlt::pack_tree(arrays.at, arrays.sizes, lanes_[b], tree_, static_cast<int64_t>(b), next));
+      next += tree_.size();
+    }
+    tlt::pad_step(arrays.at, arrays.sizes, static_cast<int64_t>(trees.size()), next);
+    return py::make_tuple(next, deepest);
   }
-  for (int64_t b = static_cast<int64_t>(works.size()); b < requests; ++b) {
-    a.prefix_lens[b] = 0, a.causal[b] = 0, a.node_indptr[b + 1] = static_cast<int32_t>(next);
+
+ private:
+  std::vector<tlt::Lane> lanes_;
+  std::vector<py::list> pages_;
+  tlt::Tree tree_;
+};
+
+py::list unfit_trees(const py::list& trees, const py::list& limits, int64_t vocab) {
+  py::list unfit;
+  tlt::Tree tree;
+  for (size_t i = 0; i < trees.size(); ++i) {
+    const auto limit = py::reinterpret_borrow<py::tuple>(limits[i]);
+    read_tree(trees[i], tree);
+    if (!tlt::fits(tree, limit[0].cast<int64_t>(), limit[1].cast<int64_t>(), limit[2].cast<int64_t>(), vocab)) {
+      unfit.append(i);
+    }
   }
-  for (int64_t row = next; row < rows; ++row) {
-    a.token_ids[row] = a.positions[row] = a.ancestors[2 * row] = a.ancestors[2 * row + 1] = 0;
-    a.keys[row] = a.draws[row] = a.samples[row] = a.segments[row] = 0;
-    a.parents[row] = a.depths[row] = 0, a.temperature[row] = 0;
-    a.slots[row] = dummy_page * page + row % page;
-  }
-  return next;
+  return unfit;
 }
 
 }  // namespace
 
 void bind_step(py::module_& m) {
-  m.def("pack_decodes", &pack_decodes, py::arg("works"), py::arg("addresses"), py::arg("rows"), py::arg("requests"),
-        py::arg("page"), py::arg("width"), py::arg("dummy_page"));
+  py::class_<Arrays>(m, "StepArrays")
+      .def(py::init<const std::vector<uint64_t>&, int64_t, int64_t, int64_t, int64_t, int64_t>(), py::arg("addresses"),
+           py::kw_only(), py::arg("rows"), py::arg("requests"), py::arg("page"), py::arg("width"),
+           py::arg("dummy_page"));
+  py::class_<Lanes>(m, "Lanes")
+      .def(py::init<>())
+      .def("add", &Lanes::add, py::arg("pages"), py::kw_only(), py::arg("kv_len"), py::arg("key"), py::arg("sample"),
+           py::arg("segment"), py::arg("temperature"), py::arg("length"), py::arg("end"), py::arg("stops"))
+      .def("commit", &Lanes::commit, py::arg("accept_lens"), py::arg("tokens"), py::arg("steps"))
+      .def("pack", &Lanes::pack, py::arg("trees"), py::arg("arrays"));
+  m.def("unfit_trees", &unfit_trees, py::arg("trees"), py::arg("limits"), py::arg("vocab"));
 }

@@ -85,7 +85,7 @@ class FakeEngine:
 
     def step(self, in_flight: Callable[[Batch], None] | None = None) -> Batch:
         """One step; `in_flight` is called between the pass and its commit."""
-        busy = self.scheduler.has_work
+        busy = bool(self.alive)
         batch = self.scheduler.schedule(lambda seq: self.rng.randint(1, self.max_nodes))
         assert bool(batch) == busy, f"batch: {len(batch.decodes)} decodes, {len(batch.chunks)} chunks, busy {busy}"
         self.scheduler.check_integrity()
@@ -110,7 +110,7 @@ class FakeEngine:
     def drain(self, limit: int = 100_000) -> int:
         """Steps until nothing is left."""
         for steps in range(limit):
-            if not self.scheduler.has_work:
+            if not self.alive:
                 return steps
             self.step()
         raise AssertionError(f"drain: {len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting")
@@ -193,7 +193,7 @@ class FakeEngine:
         self._extend(seq, len(emitted))
         self.scheduler.commit(decode, len(emitted))
         if kept is not None or not seq.room:
-            self.scheduler.finish(seq)
+            self.scheduler.abort(seq)
             self.finished.append(seq)
             self._gone(seq)
 

@@ -19,9 +19,11 @@ from tlt_engine import DraftTree, RolloutEngine, SamplingParams
 from tlt_engine.engine import build, device
 from tlt_engine.engine import engine as engine_module
 from tlt_engine.engine.layout import Layout, frame_sections
-from tlt_engine.engine.packing import StepBuffers, noise_ids, pack_step
+from tlt_engine.engine.packing import Lanes, StepBuffers, noise_ids, pack_step
+from tlt_engine.engine.sample import Request, Sample
 from tlt_engine.engine.staging import Staging
 from tlt_engine.graphs.buckets import Buckets, GraphKey
+from tlt_engine.outputs import CompletionOutput
 from tlt_engine.scheduler.sequence import Batch, Decode, Sequence
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11] * 6, list(range(20, 45))]
@@ -299,6 +301,14 @@ def test_the_engine_says_what_it_holds():
     assert torch.is_tensor(engine._core.runner._logits)
 
 
+def lanes_of(sequences: list[Sequence]) -> Lanes:
+    samples = []
+    for seq in sequences:
+        request = Request("", "", None, [0], 0, seq.params)
+        samples.append(Sample(request, seq, CompletionOutput(0, "", [], [])))
+    return Lanes(samples, frozenset())
+
+
 def test_one_call_packs_what_the_steps_do():
     """fill_decodes (C++) against pack_step and fill (numpy), every array, padding included."""
     rng = random.Random(0)
@@ -310,10 +320,11 @@ def test_one_call_packs_what_the_steps_do():
             tokens = rng.sample(range(1000), nodes)
             trees.append(DraftTree(tuple(tokens), (-1, *(rng.randint(max(0, i - 9), i - 1) for i in range(1, nodes)))))
             kv_len = rng.randint(0, 60)
-            seq = Sequence(b, "", SamplingParams(), [0], 1, 999, rng.randint(-(2**63), 2**63 - 1), rng.randint(0, 9), 3)
+            params = SamplingParams(temperature=rng.choice([0.0, 0.7, 1.0]))
+            seq = Sequence(b, "", params, [0], 1, 999, rng.randint(-(2**63), 2**63 - 1), rng.randint(0, 9), 3)
             seq.kv_len, seq.pages = kv_len, rng.sample(range(500), -(-(kv_len + nodes) // page))
             sequences.append(seq)
-        temperatures = [rng.choice([0.0, 0.7, 1.0]) for _ in trees]
+        temperatures = [s.params.temperature for s in sequences]
         rows, pages = sum(map(len, trees)), max(len(s.pages) for s in sequences) + 2
         layouts = []
         for _ in range(2):
@@ -325,7 +336,8 @@ def test_one_call_packs_what_the_steps_do():
         step = Batch([Decode(s, len(t)) for s, t in zip(sequences, trees)], [], [], [])
         packed = pack_step(step, trees, StepBuffers(rows, batch, pages), page)
         layouts[0].fill(packed, noise_ids(sequences, packed), np.repeat(temperatures, packed.nodes))
-        given = layouts[1].fill_decodes(trees, sequences, temperatures)
+        assert layouts[1].fill_decodes(trees, lanes_of(sequences)) == (rows, max(max(t.depths) for t in trees))
+        given = layouts[1].packed(trees, rows)
         assert given.nodes.tolist() == packed.nodes.tolist() and given.decode_rows == rows
         assert torch.equal(given.trees.depths, packed.trees.depths)
         for name, array in layouts[0].frame.host.items():
@@ -342,13 +354,13 @@ def test_packing_refuses_what_would_write_elsewhere():
     seq = Sequence(0, "", SamplingParams(), [0], 1, 99, 1, 0)
     seq.kv_len, seq.pages = 7, [1, 2]
     with pytest.raises(ValueError, match="sequence 0: expected pages for 9 slots"):
-        layout.fill_decodes([DraftTree((1, 2), (-1, 0))], [seq], [1.0])
+        layout.fill_decodes([DraftTree((1, 2), (-1, 0))], lanes_of([seq]))
     seq.pages = [1, 2, 3, 4]
     with pytest.raises(ValueError, match="at most 3, got 4"):
-        layout.fill_decodes([DraftTree((1, 2), (-1, 0))], [seq], [1.0])
+        layout.fill_decodes([DraftTree((1, 2), (-1, 0))], lanes_of([seq]))
     seq.pages = [1, 2, 3]
     with pytest.raises(ValueError, match="within 4 rows"):
-        layout.fill_decodes([DraftTree.chain(1, [2, 3, 4, 5])], [seq], [1.0])
+        layout.fill_decodes([DraftTree.chain(1, [2, 3, 4, 5])], lanes_of([seq]))
 
 
 def test_what_does_not_fit_behind_a_frame_goes_on_its_own():

@@ -88,11 +88,11 @@ def test_leaves_are_evicted_before_their_parents_and_old_ones_first():
     young = store(pool, prefix, [1, 1, 2, 2, 4, 4])  # computed, so its first two pages are second copies
     pool.release_all(reversed(prefix.match([1, 1, 2, 2], 0, 4)))  # the common part was used last
     for left in ([1, 1, 2, 2, 4, 4], [1, 1, 2, 2], [1, 1], []):
-        assert prefix.evict(1) == 1
+        assert pool.evict(1) == 1
         prefix.check()
         assert len(prefix.peek([1, 1, 2, 2, 3, 3], 0, 6)) == min(2, len(left) // 2)
         assert len(prefix.peek(left, 0, 6)) == len(left) // 2
-    assert prefix.evict(1) == 0 and pool.free == 16 and old[2] not in prefix and young[2] not in prefix
+    assert pool.evict(1) == 0 and pool.free == 16 and old[2] not in prefix and young[2] not in prefix
 
 
 def test_reset_frees_idle_pages_and_leaves_used_ones_to_their_holders():

@@ -78,7 +78,7 @@ def test_prompt_logits_compute_everything():
 def test_look_ahead_goes_back_after_each_commit(page_size):
     engine = FakeEngine(64, page_size)
     (seq,) = engine.add([1] * 6, new=40)
-    while engine.scheduler.has_work:
+    while engine.alive:
         engine.step()
         if seq.status is Status.RUNNING:
             assert len(seq.pages) == engine.pool.used <= pages_for(seq.kv_len + 1, page_size)
@@ -235,7 +235,7 @@ def test_pool_for_one_and_a_half_requests_serves_four(page_size, prefix):  # G06
     prompt, new = 12, 28
     engine = FakeEngine(pages_for(60, page_size), page_size, prefix=prefix, max_nodes=8)
     seqs = crowd(engine, 4, prompt, new)
-    while engine.scheduler.has_work:
+    while engine.alive:
         engine.step()
         engine.verify()
     assert [seq.output_len for seq in seqs] == [new] * 4 and engine.leaked() == 0
@@ -312,17 +312,10 @@ def test_abort_at_each_step_and_reuse_of_the_id(page_size, at, in_flight):  # G0
     assert victim.status is Status.FINISHED and not victim.pages
     engine.next_id = victim.seq_id
     engine.add([0, 0, 1], new=5)
-    while engine.scheduler.has_work:
+    while engine.alive:
         engine.step()
         engine.verify()
     assert len(engine.finished) == 4 and engine.leaked() == 0
-
-
-def test_finish_is_for_running_sequences():
-    engine = FakeEngine()
-    (seq,) = engine.add([1] * 4, new=3)
-    with pytest.raises(AssertionError, match="finished while waiting; abort it"):
-        engine.scheduler.finish(seq)
 
 
 def test_only_kept_tokens_are_found_again():  # A18

@@ -72,8 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 99))
     def evict(self, count):
-        if self.engine.prefix is not None:
-            self.engine.prefix.evict(count)
+        self.engine.pool.evict(count)
 
     @invariant()
     def balances(self):

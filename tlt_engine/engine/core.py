@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tlt_engine.config import SpeculationConfig, refuse
 from tlt_engine.engine.counters import Counters
-from tlt_engine.engine.runner import Emitted, Flight, ModelRunner, StepResult, prompt_logprobs
+from tlt_engine.engine.runner import Emitted, Flight, ModelRunner, StepResult, Taken, prompt_logprobs
 from tlt_engine.engine.sample import Sample
 from tlt_engine.engine.stops import Stop, StopRule
 from tlt_engine.scheduler.scheduler import Scheduler
 from tlt_engine.scheduler.sequence import Batch, Decode, Sequence, Status
 from tlt_engine.speculation.drafter import DraftContext, Drafter
-from tlt_engine.speculation.tree import DraftTree, clip_tree
+from tlt_engine.speculation.tree import DraftTree, clip_trees
 from tlt_engine.types import MAX_NODES
 
 
 @dataclass(frozen=True)
 class Pass:
     """A launched target pass. lengths: tokens of each decoding sample when it was launched; one that has another number
-    by now, or has ended, takes no part in its results."""
+    by now, or has ended, takes no part in its results. whole: every tree had the pages it wanted."""
 
     batch: Batch
     trees: list[DraftTree]
     samples: list[Sample]
     lengths: list[int]
     flight: Flight
+    whole: bool
 
 
 class EngineCore:
@@ -68,7 +69,11 @@ class EngineCore:
             current = self._launch(batch) if batch is not None else self._ahead
             assert current is not None
             self._ahead = self._launch_ahead(current)
-            self._finish(current)
+            taken = current.flight.take() if self._goes_on(current) else None
+            if taken is None:
+                self._finish(current)
+            else:
+                self._go_on(current, taken)
         except BaseException:
             # A drafter, a logits processor or Ctrl-C broke off the step: page copies may not have been made, tokens may
             # stand without their KV. Nobody else's request may go on from that.
@@ -79,27 +84,69 @@ class EngineCore:
 
     def _launch(self, batch: Batch) -> Pass:
         samples = [self.samples[d.seq.seq_id] for d in batch.decodes]
-        trees = self._propose(batch.decodes, samples)
+        trees = self._propose(batch.decodes, samples, self._contexts(batch.decodes, samples))
         self._steady = not (batch.chunks or batch.copies or batch.preempted)
-        return Pass(batch, trees, samples, _lengths(samples), self.runner.launch(batch, trees, samples))
+        whole = all(d.max_nodes == self._max_nodes(d.seq) for d in batch.decodes)
+        return Pass(batch, trees, samples, _lengths(samples), self.runner.launch(batch, trees, samples), whole)
 
     def _launch_ahead(self, current: Pass) -> Pass | None:
         """The plain step after `current`, if that is what schedule() would come to: the same samples, no drafts, and
         none known to end but by its tokens. What a sample that ends meanwhile then computes is thrown away: it wrote
         behind its own keys, on a page that nobody else can have been given before that pass."""
         samples = current.samples
-        drafting = self.drafter is not None and any(s.seq.speculate for s in samples)
-        if not self._steady or drafting or not all(self._rides(current)):
+        if not self._steady or self._drafts(current) or not all(self._rides(current)):
             return None
-        if all(_end(s) <= length + 1 for s, length in zip(samples, current.lengths)):
+        if all(s.end <= length + 1 for s, length in zip(samples, current.lengths)):
             return None
         sequences = [s.seq for s in samples]
-        if not self.scheduler.look_ahead(sequences):
+        if not self.scheduler.look_ahead((seq, 2) for seq in sequences):
             return None
         flight = self.runner.launch_ahead(current.flight, sequences)
         if flight is None:
             return None
-        return Pass(current.batch, current.trees, samples, [n + 1 for n in current.lengths], flight)
+        return replace(current, lengths=[n + 1 for n in current.lengths], flight=flight)
+
+    def _drafts(self, current: Pass) -> bool:
+        return self.drafter is not None and any(s.seq.speculate for s in current.samples)
+
+    def _goes_on(self, current: Pass) -> bool:
+        """Whether schedule() would come to the same samples and trees as large again, if none of them ends. The drafter
+        needs the tokens, so this step ahead can be launched only after them."""
+        return self._steady and current.whole and self._drafts(current) and all(self._rides(current))
+
+    def _go_on(self, current: Pass, taken: Taken) -> None:
+        """Tokens and drafts first, then the next launch; all that it does not need is done while the GPU is at it."""
+        try:
+            self.scheduler.extend(current.batch.decodes, taken.tokens)
+            contexts = self._contexts(current.batch.decodes, current.samples)
+            self._observe(contexts, taken.accepted)
+            if not taken.ended:
+                self._ahead = self._launch_next(current, contexts)
+        finally:  # a drafter that fails here fails the next step: this one's tokens are out
+            self._hand_on(current, taken)
+
+    def _launch_next(self, current: Pass, contexts: list[DraftContext | None]) -> Pass | None:
+        decodes = current.batch.decodes
+        if not self.scheduler.look_ahead((d.seq, d.max_nodes) for d in decodes):
+            return None
+        trees = self._propose(decodes, current.samples, contexts)
+        flight = self.runner.launch_next(current.flight, trees)
+        if flight is None:
+            return None
+        return replace(current, trees=trees, lengths=_lengths(current.samples), flight=flight)
+
+    def _hand_on(self, current: Pass, taken: Taken) -> None:
+        """The rest of a pass whose tokens the sequences have already."""
+        result = current.flight.result()
+        self._count_step(len(current.samples))
+        rows = zip(current.samples, current.trees, result.emitted, taken.accepted, current.lengths)
+        for i, (sample, tree, emitted, accepted, length) in enumerate(rows):
+            kept = len(sample.seq.token_ids) - length
+            sample.record(self.version, *emitted.first(kept))
+            self.scheduler.settle(sample.seq, kept, flying=self._ahead is not None)
+            self._count_pass(sample, tree, min(accepted, kept), kept)
+            if i in taken.ended and kept == len(taken.tokens[i]):
+                self.end(sample, self._stop_of(sample, emitted, kept))
 
     def _rides(self, launched: Pass) -> list[bool]:
         """Which of its samples still stand where the pass takes them on from. For a pass ahead that is true once the
@@ -112,8 +159,7 @@ class EngineCore:
     def _finish(self, current: Pass) -> None:
         result = current.flight.result()
         batch, rides = current.batch, self._rides(current)
-        self.counters.steps += 1
-        self.counters.running_per_step.append(sum(rides) + len(batch.chunks))
+        self._count_step(sum(rides) + len(batch.chunks))
         self._take_prompt_logits(result)
         for chunk in batch.chunks:
             self.counters.prefill_passes += 1
@@ -152,28 +198,45 @@ class EngineCore:
             return 1
         return self.speculation.profile.verify
 
-    def _propose(self, decodes: Seq[Decode], samples: Seq[Sample]) -> list[DraftTree]:
-        trees = [DraftTree.root(decode.seq.token_ids[-1]) for decode in decodes]
-        asked: list[tuple[int, DraftContext]] = []
-        for i, (decode, sample) in enumerate(zip(decodes, samples)):
+    def _contexts(self, decodes: Seq[Decode], samples: Seq[Sample]) -> list[DraftContext | None]:
+        """None for a sample that decodes without drafts."""
+        if self.drafter is None:
+            return [None] * len(decodes)
+        return [
+            _context(sample, decode.max_nodes) if sample.seq.speculate and sample.forced is None else None
+            for decode, sample in zip(decodes, samples)
+        ]
+
+    def _propose(
+        self, decodes: Seq[Decode], samples: Seq[Sample], contexts: list[DraftContext | None]
+    ) -> list[DraftTree]:
+        asked = [c for c in contexts if c is not None and c.max_nodes > 1 and c.max_depth > 0]
+        proposed = iter(self._ask(asked) if asked else ())
+        trees = []
+        for decode, sample, context in zip(decodes, samples, contexts):
+            root = sample.seq.token_ids[-1]
             if sample.forced is not None:
                 done = len(sample.output.token_ids)
-                trees[i] = DraftTree.chain(trees[i].tokens[0], sample.forced[done : done + decode.max_nodes - 1])
-            elif self.drafter is not None and decode.seq.speculate and decode.max_nodes > 1:
-                context = _context(sample, decode.max_nodes)
-                if context.max_depth > 0:
-                    asked.append((i, context))
-        if asked:
-            assert self.drafter is not None
-            contexts = [context for _, context in asked]
-            proposed = self.drafter.propose(contexts)
-            if len(proposed) != len(contexts):
-                expected = f"{len(contexts)} trees, one a context"
-                raise refuse("Drafter.propose", expected, len(proposed), "mend the drafter")
-            vocab = self.runner.model.config.vocab_size
-            for (i, context), tree in zip(asked, proposed):
-                trees[i] = clip_tree(tree, context.token_ids[-1], context.max_nodes, context.max_depth, vocab)
+                trees.append(DraftTree.chain(root, sample.forced[done : done + decode.max_nodes - 1]))
+            elif context is not None and context.max_nodes > 1 and context.max_depth > 0:
+                trees.append(next(proposed))
+            else:
+                trees.append(DraftTree.root(root))
         return trees
+
+    def _ask(self, contexts: list[DraftContext]) -> list[DraftTree]:
+        assert self.drafter is not None
+        proposed = self.drafter.propose(contexts)
+        if len(proposed) != len(contexts):
+            raise refuse("Drafter.propose", f"{len(contexts)} trees, one a context", len(proposed), "mend the drafter")
+        limits = [(c.token_ids[-1], c.max_nodes, c.max_depth) for c in contexts]
+        return clip_trees(proposed, limits, self.runner.model.config.vocab_size)
+
+    def _observe(self, contexts: list[DraftContext | None], accepted: list[int]) -> None:
+        for context, taken in zip(contexts, accepted):
+            if context is not None:
+                assert self.drafter is not None
+                self.drafter.observe(context, taken)
 
     # ---------------------------------------------------------------- after the pass
 
@@ -197,11 +260,26 @@ class EngineCore:
         self.scheduler.commit(decode, kept)
         if sample.forced is None:
             accepted = min(kept, len(emitted.tokens) - 1)
-            for counts in (self.counters.spec, sample.output.spec):
-                counts.add_pass(len(tree), max(tree.depths), accepted, kept)
+            self._count_pass(sample, tree, accepted, kept)
             if self.drafter is not None and decode.seq.speculate:
                 self.drafter.observe(_context(sample, decode.max_nodes), accepted)
         return stop
+
+    def _stop_of(self, sample: Sample, emitted: Emitted, kept: int) -> Stop:
+        """Why it ended behind its first `kept` tokens, all in its output by now."""
+        if kept < len(emitted.tokens) and emitted.tokens[kept] < 0:
+            return _no_distribution(sample)
+        stop = StopRule(sample.request.params, self.runner.eos_ids).after(sample, emitted.tokens[kept - 1])
+        assert stop is not None, f"sequence {sample.seq.seq_id}: ended after {kept} tokens for no reason"
+        return stop
+
+    def _count_step(self, running: int) -> None:
+        self.counters.steps += 1
+        self.counters.running_per_step.append(running)
+
+    def _count_pass(self, sample: Sample, tree: DraftTree, accepted: int, kept: int) -> None:
+        for counts in (self.counters.spec, sample.output.spec):
+            counts.add_pass(len(tree), max(tree.depths), accepted, kept)
 
     def _take_prompt_logits(self, result: StepResult) -> None:
         for chunk, logits in result.prompt_logits:
@@ -216,11 +294,6 @@ class EngineCore:
                 entries[first:last] = prompt_logprobs(logits[: last - first], targets, count)
 
 
-def _end(sample: Sample) -> int:
-    """The length at which it ends for certain."""
-    return sample.seq.max_len if sample.quota_end is None else min(sample.seq.max_len, sample.quota_end)
-
-
 def _lengths(samples: Seq[Sample]) -> list[int]:
     return [len(s.seq.token_ids) for s in samples]
 
@@ -229,7 +302,7 @@ def _context(sample: Sample, max_nodes: int) -> DraftContext:
     seq = sample.seq
     return DraftContext(
         seq.seq_id, seq.group, seq.token_ids, seq.prompt_len, seq.key, seq.sample, seq.segment, seq.params, max_nodes,
-        max_depth=_end(sample) - len(seq.token_ids) - 1,  # the bonus token takes one of the places left
+        max_depth=sample.end - len(seq.token_ids) - 1,  # the bonus token takes one of the places left
     )
 
 

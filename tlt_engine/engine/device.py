@@ -5,7 +5,8 @@ Knows packed steps, addresses and streams; knows no stops and no outputs. Nothin
 processors, top log-probabilities, scoring).
 
 A plain step can be launched before the step in front of it has been read: the device turns the tokens it drew itself
-into the next inputs (`launch_ahead`). The host then handles stops and outputs while the GPU is on the next step.
+into the next inputs (`launch_ahead`). Behind a verification the host takes the tokens, drafts and launches
+(`launch_next`). Either way stops, where they need text, and outputs are handled while the GPU is on the next step.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from tlt_kernels import RowParams, SampleResult, Walk, copy_pages, cuda
 from torch import Tensor
 
 from tlt_engine.engine.layout import DeviceView, Layout, frame_sections
-from tlt_engine.engine.packing import PackedStep, StepBuffers, noise_ids, pack_step, row_params
-from tlt_engine.engine.runner import Emitted, Flight, Landed, ModelRunner, StepResult, top_logprobs
+from tlt_engine.engine.packing import Lanes, PackedStep, StepBuffers, needs_host, noise_ids, pack_step, row_params
+from tlt_engine.engine.runner import Emitted, Flight, Landed, ModelRunner, StepResult, Taken, top_logprobs
 from tlt_engine.engine.sample import Sample
 from tlt_engine.engine.staging import Frame, Results, Sections, Staging, sections_bytes
 from tlt_engine.graphs.buckets import Buckets, GraphKey
@@ -48,15 +49,17 @@ def result_sections(requests: int, rows: int, steps: int) -> Sections:
 
 @dataclass
 class _Draw:
-    """What the draw after a pass needs, and what a step ahead takes over. pages: each sequence's, as the device has
-    them."""
+    """What the draw after a pass needs, and what a step ahead takes over. nodes: rows of each request. steps: columns
+    of the walk, the deepest node's depth + 1. lanes: None for a step with chunks. pages: each sequence's, as the
+    device has them."""
 
     view: DeviceView
-    nodes: np.ndarray  # rows of each request
+    nodes: Seq[int]
     params: RowParams
-    steps: int  # columns of the walk: the deepest node's depth + 1
+    steps: int
     want_raw: bool
     samples: Seq[Sample]
+    lanes: Lanes | None
     pages: list[list[int]]
 
 
@@ -73,11 +76,19 @@ class DeviceFlight:
     prompt_logits: list[tuple[Chunk, Tensor]]
     repeatable: bool
 
+    def take(self) -> Taken | None:
+        draw, addresses = self.draw, self.frame.addresses
+        if draw.lanes is None or not draw.lanes.by_ids:
+            return None
+        self.done.synchronize()
+        return Taken(*draw.lanes.native.commit(addresses["accept_lens"], addresses["tokens"], draw.steps))
+
     def result(self) -> StepResult:
         self.done.synchronize()
         host, draw = self.frame.host, self.draw
         lens, tokens = host["accept_lens"].tolist(), host["tokens"].tolist()
-        starts = np.cumsum(draw.nodes) - draw.nodes
+        nodes = np.array(draw.nodes)
+        starts = np.cumsum(nodes) - nodes
         rows = np.maximum(host["paths"], 0) + starts[:, None]
         logprobs = host["logprobs"][rows].tolist()
         raw = host["raw"][rows].tolist() if draw.want_raw else None
@@ -129,64 +140,80 @@ class DeviceRunner(ModelRunner):
     # ---------------------------------------------------------------- a step
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, trees: Seq[DraftTree], samples: Seq[Sample]) -> Flight:
+    def launch(self, batch: Batch, trees: list[DraftTree], samples: Seq[Sample]) -> Flight:
         with torch.cuda.device(self.device):
             return self._launch(batch, trees, samples)
 
-    def _launch(self, batch: Batch, trees: Seq[DraftTree], samples: Seq[Sample]) -> Flight:
+    def _launch(self, batch: Batch, trees: list[DraftTree], samples: Seq[Sample]) -> Flight:
         self._follow_stream()
-        self._latest = None
-        graph, layout, key, packed = self._pack(batch, trees, samples)
-        params = None
-        if trees:
-            host_params = row_params(samples, packed, self.eos_ids, self.model.config.vocab_size)
-            params = self._put_params(host_params, layout)
-        inputs = self._logit_rows(layout.inputs, packed) if batch.chunks else layout.inputs
-        copies = [self._staging.put(torch.tensor(pages)) for pages in zip(*batch.copies)]
-        self._staging.flush()
-        if copies:
-            copy_pages(self.kv.data, *copies)
-        if graph is not None and key is not None:
-            graph.replay()
-            logits = self._logits[: key.rows]
-        else:
-            logits = self._pass.forward(inputs).logits
-        prompt_logits = [(chunk, logits[rows]) for chunk, rows in packed.prompt_rows]
-        if params is None:
-            return Landed(StepResult([], prompt_logits))
-        view, rows = layout.view(packed), packed.decode_rows
-        if any(_needs_host(s) for s in samples):
-            step = PackedStep(view.inputs, view.trees, packed.nodes, [])
-            return Landed(StepResult(self.verify(step, logits[:rows], view.ids, params, trees, samples), prompt_logits))
-        # What a step ahead may not change: biases hold until min_tokens, histories grow.
-        repeatable = len(trees) == rows and graph is not None and params.bias_row is None and params.history_row is None
-        draw = _Draw(
-            view, packed.nodes, params, max(max(tree.depths) for tree in trees) + 1,
-            any(s.request.params.raw_logprobs for s in samples), samples,
-            [list(s.seq.pages) for s in samples] if repeatable else [],
-        )
-        return self._draw(layout, key, draw, logits[:rows], prompt_logits, repeatable)
-
-    def _pack(
-        self, batch: Batch, trees: Seq[DraftTree], samples: Seq[Sample]
-    ) -> tuple[Graph | None, Layout, GraphKey | None, PackedStep]:
-        """Fills a layout: one of a graph, padded, or the step's own. The packed step is the host's."""
-        sequences, temperatures = [s.seq for s in samples], [s.request.params.temperature for s in samples]
         if batch.chunks:
-            if self._graphs is not None:
-                self._graphs.count_eager("prefill")
-            packed = pack_step(batch, trees, self.buffers, self.page_size)
-            layout = self._layout(
-                len(packed.inputs.prefix_lens), len(packed.inputs.token_ids), packed.decode_rows
-            )
-            self._staging.begin(layout.frame)
-            layout.fill(packed, noise_ids(sequences, packed), np.repeat(temperatures, packed.nodes))
-            return None, layout, None, packed
-        rows = sum(len(tree.tokens) for tree in trees)
+            return self._launch_mixed(batch, trees, samples)
+        return self._launch_decodes(Lanes(samples, self.eos_ids), trees, batch.copies)
+
+    def launch_next(self, flight: Flight, trees: list[DraftTree]) -> Flight | None:
+        if not isinstance(flight, DeviceFlight) or flight.draw.lanes is None:
+            return None
+        with torch.cuda.device(self.device):
+            self._follow_stream()
+            return self._launch_decodes(flight.draw.lanes, trees, [])
+
+    def _launch_decodes(self, lanes: Lanes, trees: list[DraftTree], copies: list[tuple[int, int]]) -> Flight:
+        """The GPU may be waiting for this: what the pass does not need comes after its launch."""
+        self._latest = None
+        nodes = [len(tree.tokens) for tree in trees]
+        rows = sum(nodes)
         graph, key = self._graph_for(len(trees), rows)
         layout = self._layout(len(trees), rows, rows) if key is None else self._layout_of(key)
         self._staging.begin(layout.frame)
-        return graph, layout, key, layout.fill_decodes(trees, sequences, temperatures)
+        rows, deepest = layout.fill_decodes(trees, lanes)
+        params = None if lanes.plain else self._put_params(lanes, layout, trees, rows)
+        self._flush(copies)
+        if graph is not None and key is not None:
+            graph.replay()
+        with torch.inference_mode():
+            logits = self._pass.forward(layout.inputs).logits if key is None else self._logits[:rows]
+            view = layout.view(len(trees), rows)
+            if params is None:
+                params = RowParams(view.temperature)
+            if lanes.needs_host:
+                step = PackedStep(view.inputs, view.trees, np.array(nodes), [])
+                emitted = self.verify(step, logits, view.ids, params, trees, lanes.samples)
+                return Landed(StepResult(emitted, []))
+            # What a step ahead may not change: biases hold until min_tokens, histories grow.
+            constant = params.bias_row is None and params.history_row is None
+            repeatable = len(trees) == rows and graph is not None and constant
+            pages = [list(s.seq.pages) for s in lanes.samples] if repeatable else []
+            draw = _Draw(view, nodes, params, deepest + 1, lanes.wants_raw, lanes.samples, lanes, pages)
+            return self._draw(layout, key, draw, logits, [], repeatable)
+
+    def _launch_mixed(self, batch: Batch, trees: list[DraftTree], samples: Seq[Sample]) -> Flight:
+        """Prefill chunks, and maybe trees beside them: no graph."""
+        self._latest = None
+        if self._graphs is not None:
+            self._graphs.count_eager("prefill")
+        packed = pack_step(batch, trees, self.buffers, self.page_size)
+        rows = packed.decode_rows
+        layout = self._layout(len(packed.inputs.prefix_lens), len(packed.inputs.token_ids), rows)
+        self._staging.begin(layout.frame)
+        temperatures = [s.request.params.temperature for s in samples]
+        layout.fill(packed, noise_ids([s.seq for s in samples], packed), np.repeat(temperatures, packed.nodes))
+        params = None
+        if trees:
+            params = self._put(row_params(samples, packed, self.eos_ids, self.model.config.vocab_size), layout, rows)
+        inputs = self._logit_rows(layout.inputs, packed)
+        self._flush(batch.copies)
+        logits = self._pass.forward(inputs).logits
+        prompt_logits = [(chunk, logits[where]) for chunk, where in packed.prompt_rows]
+        if params is None:
+            return Landed(StepResult([], prompt_logits))
+        view, logits = layout.view(len(trees), rows), logits[:rows]
+        if any(map(needs_host, samples)):
+            step = PackedStep(view.inputs, view.trees, packed.nodes, [])
+            return Landed(StepResult(self.verify(step, logits, view.ids, params, trees, samples), prompt_logits))
+        deepest = max(max(tree.depths) for tree in trees)
+        want_raw = any(s.request.params.raw_logprobs for s in samples)
+        draw = _Draw(view, packed.nodes.tolist(), params, deepest + 1, want_raw, samples, None, [])
+        return self._draw(layout, None, draw, logits, prompt_logits, False)
 
     @torch.inference_mode()
     def launch_ahead(self, flight: Flight, sequences: Seq[Sequence]) -> Flight | None:
@@ -245,10 +272,21 @@ class DeviceRunner(ModelRunner):
             self._layouts[key] = self._layout(key.batch, key.rows, key.rows)
         return self._layouts[key]
 
-    def _put_params(self, params: RowParams, layout: Layout) -> RowParams:
-        temperature = layout.frame.device["temperature"][: len(params.temperature)]
+    def _put_params(self, lanes: Lanes, layout: Layout, trees: list[DraftTree], rows: int) -> RowParams:
+        packed = layout.packed(trees, rows)
+        return self._put(row_params(lanes.samples, packed, self.eos_ids, self.model.config.vocab_size), layout, rows)
+
+    def _put(self, params: RowParams, layout: Layout, rows: int) -> RowParams:
         given = {name: value for name in PARAMS if (value := getattr(params, name)) is not None}
+        temperature = layout.frame.device["temperature"][:rows]
         return RowParams(temperature, **{name: self._staging.put(value) for name, value in given.items()})
+
+    def _flush(self, copies: list[tuple[int, int]]) -> None:
+        """Sends the step's inputs, then makes the page copies of the scheduler."""
+        pages = [self._staging.put(torch.tensor(ends)) for ends in zip(*copies)]
+        self._staging.flush()
+        if pages:
+            copy_pages(self.kv.data, *pages)
 
     def _logit_rows(self, inputs: StepInputs, packed: PackedStep) -> StepInputs:
         wanted = packed.inputs.logit_rows
@@ -302,9 +340,3 @@ class DeviceRunner(ModelRunner):
 
     def graph_report(self) -> dict[str, Any] | None:
         return None if self._graphs is None else self._graphs.report()
-
-
-def _needs_host(sample: Sample) -> bool:
-    params = sample.request.params
-    wants_top = params.logprobs is not None and params.logprobs > 0
-    return sample.forced is not None or params.logits_processor is not None or wants_top

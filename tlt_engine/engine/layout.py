@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from tlt_kernels import NoiseIds, PackedTrees
 from tlt_kernels.backend import extension
+from torch import Tensor
 
-from tlt_engine.engine.packing import PackedStep
+from tlt_engine.engine.packing import Lanes, PackedStep
 from tlt_engine.engine.staging import Frame, Sections
-from tlt_engine.scheduler.sequence import Sequence
 from tlt_engine.speculation.tree import DraftTree
 from tlt_engine.types import StepInputs
 
@@ -23,7 +23,7 @@ I64, I32, F32, U8 = torch.int64, torch.int32, torch.float32, torch.uint8
 
 
 def frame_sections(requests: int, rows: int, decode_rows: int, pages: int) -> Sections:
-    """The inputs of a pass and of the draw after it, in the order of csrc/bindings/step.cpp. depths, parents: of the
+    """The inputs of a pass and of the draw after it, in the order of csrc/cpu/step.h. depths, parents: of the
     draft trees; draws: position of the token drawn at a row."""
     return {
         "token_ids": ((rows,), I64), "positions": ((rows,), I64), "slots": ((rows,), I64),
@@ -41,6 +41,7 @@ class DeviceView:
     inputs: StepInputs
     trees: PackedTrees
     ids: NoiseIds
+    temperature: Tensor
 
 
 class Layout:
@@ -54,12 +55,13 @@ class Layout:
             d["token_ids"], d["positions"], d["slots"], d["page_table"], d["prefix_lens"], d["node_indptr"],
             d["ancestors"], d["causal"], logit_rows=d["positions"],  # as many as rows: all of them
         )
-        self._page_size = page_size
-        self._dummy_page = dummy_page
         self._host = {name: torch.from_numpy(frame.host[name]) for name in frame.host}
-        self._addresses = [tensor.data_ptr() for tensor in self._host.values()]
+        self._arrays = extension().StepArrays(
+            [tensor.data_ptr() for tensor in self._host.values()], rows=len(d["token_ids"]),
+            requests=len(d["prefix_lens"]), page=page_size, width=d["page_table"].shape[1], dummy_page=dummy_page,
+        )
         self._view: DeviceView | None = None
-        self._view_sizes = (0, 0)
+        self._view_sizes: tuple[int, ...] = ()
         rows = len(d["token_ids"])
         self._pad_slots = dummy_page * page_size + np.arange(rows) % page_size
 
@@ -95,27 +97,22 @@ class Layout:
         for name in ("keys", "samples", "segments", "draws", "temperature", "parents", "depths"):
             host[name][drawn:] = 0
 
-    def fill_decodes(self, trees: Seq[DraftTree], sequences: Seq[Sequence], temperature: Seq[float]) -> PackedStep:
+    def fill_decodes(self, trees: list[DraftTree], lanes: Lanes) -> tuple[int, int]:
         """fill(pack_step(...)) of a step without chunks, in one C++ call into the host arrays: the GPU waits for this
-        before every verification. Returns the step on the host, for row_params: its inputs are the layout's."""
-        works = [
-            (tree.tokens, tree.parents, seq.pages, (seq.kv_len, seq.key, seq.sample, seq.segment, t))
-            for tree, seq, t in zip(trees, sequences, temperature)
-        ]
+        before every verification. Returns rows and the depth of the deepest node."""
+        return lanes.native.pack(trees, self._arrays)
+
+    def packed(self, trees: Seq[DraftTree], rows: int) -> PackedStep:
+        """What fill_decodes has filled in, on the host, for row_params; the inputs are the layout's."""
         host, n = self._host, len(trees)
-        rows = extension().pack_decodes(
-            works, self._addresses, len(host["token_ids"]), len(host["prefix_lens"]), self._page_size,
-            host["page_table"].shape[1], self._dummy_page,
-        )
         packed = PackedTrees(
             host["token_ids"][:rows], host["parents"][:rows], host["depths"][:rows], host["ancestors"][:rows],
             host["node_indptr"][: n + 1],
         )
         return PackedStep(self.inputs, packed, np.fromiter((len(t.tokens) for t in trees), np.int64, n), [])
 
-    def view(self, packed: PackedStep) -> DeviceView:
-        """The step's own rows on the device, padding left out."""
-        sizes = (len(packed.nodes), packed.decode_rows)
+    def view(self, *sizes: int) -> DeviceView:
+        """The step's own part on the device, padding left out. sizes: requests, decode rows."""
         if self._view is None or self._view_sizes != sizes:
             self._view, self._view_sizes = self._make_view(*sizes), sizes
         return self._view
@@ -131,4 +128,4 @@ class Layout:
             node_indptr=trees.node_indptr,
         )
         ids = NoiseIds(d["keys"][:rows], d["draws"][:rows], d["samples"][:rows], d["segments"][:rows])
-        return DeviceView(inputs, trees, ids)
+        return DeviceView(inputs, trees, ids, d["temperature"][:rows])

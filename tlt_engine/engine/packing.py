@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from tlt_kernels.backend import extension
 from tlt_kernels.params import NoiseIds, PackedTrees, RowParams
 from torch import Tensor
 
@@ -157,6 +158,35 @@ def row_params(samples: Seq[Sample], packed: PackedStep, eos_ids: frozenset[int]
     if any((p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0) for p in params):
         fields |= _penalties(samples, packed)
     return RowParams(temperature=spread([p.temperature for p in params], np.float32), **fields)
+
+
+class Lanes:
+    """The samples that decode together, from one pass to the next while none of them comes or goes, and what all these
+    passes share. by_ids: ids and lengths alone decide where they end. plain: their rows need no parameters but the
+    temperature. native: their lengths, pages and noise in the extension (csrc/cpu/step.h), which applies stops and
+    packs."""
+
+    def __init__(self, samples: Seq[Sample], eos_ids: frozenset[int]) -> None:
+        self.samples = samples
+        params = [s.request.params for s in samples]
+        self.by_ids = all(s.text is None for s in samples)
+        self.plain = all(p.unfiltered for p in params) and not any(map(_owes_tokens, samples))
+        self.needs_host = any(map(needs_host, samples))
+        self.wants_raw = any(p.raw_logprobs for p in params)
+        self.native = extension().Lanes()
+        for s, p in zip(samples, params):
+            seq = s.seq
+            self.native.add(
+                seq.pages, kv_len=seq.kv_len, key=seq.key, sample=seq.sample, segment=seq.segment,
+                temperature=p.temperature, length=len(seq.token_ids), end=s.end, stops=sorted(stop_ids(p, eos_ids)),
+            )
+
+
+def needs_host(sample: Sample) -> bool:
+    """In the middle of a pass, between the logits and the walk."""
+    params = sample.request.params
+    wants_top = params.logprobs is not None and params.logprobs > 0
+    return sample.forced is not None or params.logits_processor is not None or wants_top
 
 
 def _owes_tokens(sample: Sample) -> bool:

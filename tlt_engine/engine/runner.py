@@ -42,6 +42,13 @@ class Emitted:
     raw: list[float] | None
     top: list[dict[int, Logprob]] | None
 
+    def first(
+        self, count: int
+    ) -> tuple[list[int], list[float], list[float] | None, list[dict[int, Logprob]] | None]:
+        """Its four fields, cut."""
+        cut = slice(count)
+        return self.tokens[cut], self.logprobs[cut], self.raw and self.raw[cut], self.top and self.top[cut]
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -49,8 +56,22 @@ class StepResult:
     prompt_logits: list[tuple[Chunk, Tensor]]  # logits [count, V] of the chunks that asked
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What is kept of a decode pass whose samples end by ids and lengths alone: for each its tokens up to the first
+    stop, and how many of them are drafts. ended: indices of those that stop."""
+
+    tokens: list[list[int]]
+    accepted: list[int]
+    ended: list[int]
+
+
 class Flight(Protocol):
     """A pass that has been launched."""
+
+    def take(self) -> Taken | None:
+        """Waits for the tokens alone; `result` has the rest. Called once at most, before `result`. None, at once, where
+        stops need more than ids or the pass did more than decode."""
 
     def result(self) -> StepResult:
         """Waits for the pass. Called once, before the launch after the next one."""
@@ -61,6 +82,9 @@ class Landed:
     """A pass that was over when its launch returned."""
 
     landed: StepResult
+
+    def take(self) -> Taken | None:
+        return None
 
     def result(self) -> StepResult:
         return self.landed
@@ -79,13 +103,18 @@ class ModelRunner:
     def buffer_bytes(self) -> int:
         return self.buffers.bytes
 
-    def launch(self, batch: Batch, trees: Seq[DraftTree], samples: Seq[Sample]) -> Flight:
+    def launch(self, batch: Batch, trees: list[DraftTree], samples: Seq[Sample]) -> Flight:
         """trees[i] and samples[i] belong to batch.decodes[i]."""
         return Landed(self.run(batch, trees, samples))
 
     def launch_ahead(self, flight: Flight, sequences: Seq[Sequence]) -> Flight | None:
         """The plain step after `flight`, which may still be running, for the same sequences in the same order, each
         with a page for one more slot. None where the step cannot be launched without the tokens of `flight`."""
+        return None
+
+    def launch_next(self, flight: Flight, trees: list[DraftTree]) -> Flight | None:
+        """The step after `flight`, whose tokens have been taken and none of whose samples has ended: trees[i] from the
+        root of its i-th sample. None where nothing can be taken."""
         return None
 
     def capture_graphs(self) -> None:

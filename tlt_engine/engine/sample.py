@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from tlt_engine.config import SamplingParams
@@ -59,23 +60,37 @@ class Sample:
         """Index in seq.token_ids of the first token of this output (after the prompt and prior_output_ids)."""
         return self.seq.prompt_len + self.request.prior_len
 
+    @property
+    def end(self) -> int:
+        """The length of seq.token_ids at which it ends for certain."""
+        return self.seq.max_len if self.quota_end is None else min(self.seq.max_len, self.quota_end)
+
     def append(
         self, token: int, logprob: float, raw: float | None, top: dict[int, Logprob] | None, version: str
     ) -> None:
         self.seq.token_ids.append(token)
+        self.record(version, [token], [logprob], None if raw is None else [raw], None if top is None else [top])
+
+    def record(
+        self, version: str, tokens: Seq[int], logprobs: Seq[float], raw: Seq[float] | None,
+        top: Seq[dict[int, Logprob]] | None,
+    ) -> None:
+        """Into the output: tokens that seq.token_ids has already."""
+        if not tokens:
+            return
         out = self.output
-        out.token_ids.append(token)
-        out.sampled_logprobs.append(logprob)
+        out.token_ids += tokens
+        out.sampled_logprobs += logprobs
         if out.raw_logprobs is not None and raw is not None:
-            out.raw_logprobs.append(raw)
+            out.raw_logprobs += raw
         if out.logprobs is not None and top is not None:
-            out.logprobs.append(top)
-        end = len(out.token_ids)
+            out.logprobs += top
+        start, end = len(out.token_ids) - len(tokens), len(out.token_ids)
         spans = out.weight_versions
         if spans and spans[-1].version == version:
             spans[-1] = WeightSpan(version, spans[-1].start, end)
         else:
-            spans.append(WeightSpan(version, end - 1, end))
+            spans.append(WeightSpan(version, start, end))
 
 
 @dataclass(eq=False)

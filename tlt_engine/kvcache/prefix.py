@@ -93,10 +93,6 @@ class PrefixCache:
                 self._page_of[key] = pages[i]
                 self._key_of[pages[i]] = key
 
-    def evict(self, count: int) -> int:
-        """Free up to `count` idle pages, least recently used and leaves first. Returns how many."""
-        return self._pool.evict(count)
-
     def reset(self) -> None:
         """Forget everything: idle pages become free, used ones stay with their holders and will."""
         for page in self._key_of:

@@ -112,21 +112,13 @@ class Scheduler:
         self._waiting[seq] = None
 
     def abort(self, seq: Sequence) -> None:
-        """End it in whatever state; nothing happens if it has ended. Work in flight for it is ignored when reported."""
+        """End it in whatever state; nothing happens if it has ended. Its pages go back, the full ones stay findable in
+        the prefix cache; work in flight for it is ignored when reported."""
         if seq.status is Status.WAITING:
             self._waiting.pop(seq, None)
         elif seq.status is not Status.FINISHED:
             self._let_go(seq)
         seq.status = Status.FINISHED
-
-    def finish(self, seq: Sequence) -> None:
-        """End a running sequence: its pages go back, the full ones stay findable in the prefix cache."""
-        assert seq.status is Status.RUNNING, f"sequence {seq.seq_id}: finished while {seq.status.value}; abort it"
-        self.abort(seq)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._live or self._waiting)
 
     @property
     def running(self) -> list[Sequence]:
@@ -160,7 +152,7 @@ class Scheduler:
     # ---- one step ----
 
     def schedule(self, max_nodes: Callable[[Sequence], int]) -> Batch:
-        """The next step's work; not empty while has_work.
+        """The next step's work; not empty while anything runs or waits.
 
         Every running sequence decodes, forks and fully cached admissions of this call included; a sequence whose last
         chunk is in this batch decodes from the next call on. max_nodes(seq): nodes wanted for its tree; it gets fewer,
@@ -194,27 +186,40 @@ class Scheduler:
         seq = decode.seq
         if seq.status is not Status.RUNNING:
             return
-        before = seq.kv_len
         seq.kv_len += new_kv
         assert 0 <= new_kv <= decode.max_nodes and seq.kv_len < len(seq.token_ids), (
             f"sequence {seq.seq_id}: {new_kv} keys of {decode.max_nodes} nodes committed, kv_len {seq.kv_len} for "
             f"{len(seq.token_ids)} tokens"
         )
-        self._cache(seq, before)
+        self.settle(seq, new_kv)
+
+    def extend(self, decodes: Iterable[Decode], tokens: Iterable[list[int]]) -> None:
+        """The first half of commit(), for running sequences whose next pass is to be launched at once: their new
+        tokens, and the keys that came with them. Pages stay as they are until settle()."""
+        for decode, new in zip(decodes, tokens):
+            seq = decode.seq
+            seq.token_ids += new
+            seq.kv_len += len(new)
+
+    def settle(self, seq: Sequence, new_kv: int, *, flying: bool = False) -> None:
+        """The second half: full pages become findable, look-ahead pages go back unless a pass that is `flying` writes
+        to them."""
+        self._cache(seq, seq.kv_len - new_kv)
         needed = self._pages_for(seq.kv_len + 1)
-        if len(seq.pages) > needed:
+        if not flying and len(seq.pages) > needed:
             self.pool.release_all(seq.pages[needed:])
             del seq.pages[needed:]
 
-    def look_ahead(self, seqs: Iterable[Sequence]) -> bool:
-        """A slot behind the root of each running sequence, for a step that is launched before the one in front of it is
-        committed. Takes nobody's pages: False when the pool has none left."""
-        for seq in seqs:
-            if seq.kv_len + 2 > len(seq.pages) * self.page_size:
-                page = self.pool.allocate(1)
-                if page is None:
+    def look_ahead(self, wanted: Iterable[tuple[Sequence, int]]) -> bool:
+        """Slots behind the committed keys of running sequences, so many for each, for a step that schedule() does not
+        see. Takes nobody's pages: False when the pool has too few left."""
+        for seq, slots in wanted:
+            missing = self._pages_for(seq.kv_len + slots) - len(seq.pages)
+            if missing > 0:
+                pages = self.pool.allocate(missing)
+                if pages is None:
                     return False
-                seq.pages += page
+                seq.pages += pages
         return True
 
     # ---- how ----

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from tlt_kernels.backend import extension
+
 from tlt_engine.types import MAX_NODES
 
 
@@ -60,6 +62,16 @@ class DraftTree:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def clip_trees(trees: Sequence[DraftTree], limits: Sequence[tuple[int, int, int]], vocab_size: int) -> list[DraftTree]:
+    """Each tree as clip_tree does it; limits: its (root, max_nodes, max_depth). Whether all are within bounds, as they
+    mostly are, is one C++ call: the GPU waits for it."""
+    clipped = list(trees)
+    for i in extension().unfit_trees(clipped, limits, vocab_size):
+        root, max_nodes, max_depth = limits[i]
+        clipped[i] = clip_tree(clipped[i], root, max_nodes, max_depth, vocab_size)
+    return clipped
 
 
 def clip_tree(tree: DraftTree, root: int, max_nodes: int, max_depth: int, vocab_size: int) -> DraftTree:
