@@ -1,0 +1,82 @@
+"""Scripted passes for the hidden-state buffer: every value says whose row it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt_engine.training.buffer import HiddenStateBuffer
+from tlt_engine.training.records import Piece
+
+HIDDEN = 4
+LAYERS, LAST = (1, 2), 3
+
+
+@dataclass(frozen=True)
+class ScriptedRun:
+    seq_id: int
+    first: int
+    rows: Tensor | list[int]
+
+
+@dataclass(frozen=True)
+class ScriptedRows:
+    hidden: dict[int, Tensor]
+    runs: list[ScriptedRun]
+
+
+def value(seq_id: int, position: int, policy: int, layer: int) -> Tensor:
+    """[HIDDEN] fp32: exact small integers."""
+    return torch.tensor([float(seq_id), float(position), float(policy), float(layer)])
+
+
+def one_pass(runs: list[tuple[int, int, int]], policy: int = 0, *, device_rows: bool = False) -> ScriptedRows:
+    """runs: (seq_id, first position, rows). Between two runs lie rows of rejected drafts, which nobody may keep."""
+    hidden: dict[int, list[Tensor]] = {layer: [] for layer in (*LAYERS, LAST)}
+    listed, at = [], 0
+    for seq_id, first, count in runs:
+        for layer, rows in hidden.items():
+            rows.append(value(-1, -1, -1, layer))
+            rows.extend(value(seq_id, first + i, policy, layer) for i in range(count))
+        index = list(range(at + 1, at + 1 + count))
+        listed.append(ScriptedRun(seq_id, first, torch.tensor(index, dtype=torch.int64) if device_rows else index))
+        at += 1 + count
+    empty = torch.empty(0, HIDDEN)
+    return ScriptedRows({k: torch.stack(rows) if rows else empty for k, rows in hidden.items()}, listed)
+
+
+def small_buffer(*, pages: int = 64, page_rows: int = 4, stage_rows: int = 8, **more: object) -> HiddenStateBuffer:
+    page_bytes = page_rows * (len(LAYERS) + 1) * HIDDEN * 4
+    return HiddenStateBuffer(
+        LAYERS, LAST, HIDDEN, byte_budget=pages * page_bytes, page_rows=page_rows, stage_rows=stage_rows, **more,  # type: ignore[arg-type]
+    )
+
+
+def loaded(buffer: HiddenStateBuffer, piece: Piece) -> tuple[Tensor, Tensor]:
+    """(aux [rows, k * HIDDEN], last [rows, HIDDEN])."""
+    out = torch.empty(piece.rows, buffer.width)
+    buffer.load(piece, out)
+    return out[:, buffer.aux_columns], out[:, buffer.last_columns]
+
+
+def misaligned(buffer: HiddenStateBuffer, piece: Piece, policies: list[int] | None = None) -> list[str]:
+    """Complaints about rows that are not the ones of their sequence, position and policy. Token t of sequence s is
+    100 s + t in these scripts."""
+    aux, last = loaded(buffer, piece)
+    complaints = []
+    for i in range(piece.rows):
+        position = piece.first + i
+        policy = piece.record.policy if policies is None else policies[position]
+        for name, row, layers in (("aux", aux[i], LAYERS), ("last", last[i], (LAST,))):
+            want = torch.cat([value(piece.record.seq_id, position, policy, layer) for layer in layers])
+            if not torch.equal(row, want):
+                complaints.append(f"{name} of position {position}: {row.tolist()} != {want.tolist()}")
+        if int(piece.tokens[i]) != 100 * piece.record.seq_id + position:
+            complaints.append(f"token of position {position}: {int(piece.tokens[i])}")
+    return complaints
+
+
+def script_tokens(seq_id: int, count: int) -> list[int]:
+    return [100 * seq_id + i for i in range(count)]

@@ -1,0 +1,488 @@
+"""Hidden states of committed tokens, from the target's passes to the drafter's trainer.
+
+Knows neither requests nor losses. Rows are gathered on the target's device into a staging tensor, one gather a pass;
+when it is full they go, sorted by sequence, to pages of (pinned) host memory on a stream of their own. So a pass costs
+one gather, and the copies are as long as a sequence's rows have become meanwhile.
+
+Row i of a sequence's record belongs to position first + i, whose token is tokens[i]. A pair needs two neighbouring
+rows: n rows give n - 1 pairs, and no row can be paired with another position's token.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tlt_engine.config import refuse
+from tlt_engine.models.transformer import Transformer
+from tlt_engine.training.arena import Arena
+from tlt_engine.training.prefill import prefill
+from tlt_engine.training.records import DrawPolicy, Piece, Record, long_threshold
+
+
+class Run(Protocol):
+    """speculation.hidden.HiddenRun: consecutive positions of one sequence."""
+
+    @property
+    def seq_id(self) -> int: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def rows(self) -> Tensor | Sequence[int]: ...
+
+
+class Rows(Protocol):
+    """speculation.hidden.HiddenRows: what one pass computed of committed tokens."""
+
+    @property
+    def hidden(self) -> Mapping[int, Tensor]: ...
+    @property
+    def runs(self) -> Sequence[Run]: ...
+
+
+class HiddenStateBuffer:
+    """aux_layers: the hidden states that the drafter reads (numbered as StepOutputs.hidden); the target's last one
+    (index num_layers) is kept beside them, for the teacher. hidden_size: features of each. dtype, device: the target's.
+
+    byte_budget: host bytes of kept rows. When it is spent the oldest closed sequence is dropped, then the oldest open
+    one; a sequence that fills the budget alone loses its own oldest rows. All of it is counted in `stats`.
+    capture: share of sequences that are kept, in [0, 1]; which ones depends on seed and seq_id alone. `fill` is not
+    subject to it. page_rows: rows a page. stage_rows: rows gathered on the device before they are copied.
+
+    Thread-safe. `take`, `finish` and `new_policy` are the engine's calls, `draw` and `load` the trainer's.
+    """
+
+    def __init__(
+        self, aux_layers: Sequence[int], num_layers: int, hidden_size: int, *, byte_budget: int,
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", capture: float = 1.0, seed: int = 0,
+        page_rows: int = 32, stage_rows: int = 1024,
+    ) -> None:
+        if not 0 <= capture <= 1:
+            raise refuse("capture", "a share of sequences in [0, 1]", capture, "0 is off, 1 is full")
+        if page_rows < 1 or stage_rows < 1:
+            raise refuse("page_rows, stage_rows", "at least 1 row", (page_rows, stage_rows), "enlarge them")
+        self.aux_layers, self.last_layer = tuple(aux_layers), num_layers
+        self.hidden_layers = tuple(dict.fromkeys((*aux_layers, num_layers)))
+        self.hidden_size, self.dtype, self.device = hidden_size, dtype, torch.device(device)
+        self.capture, self.seed = capture, seed
+        width = len(self.hidden_layers) * hidden_size
+        self._cuda = self.device.type == "cuda"
+        self._arena = Arena(byte_budget, page_rows, width, dtype, pinned=self._cuda)
+        self._stage_rows = stage_rows
+        self._stage: Tensor | None = None
+        self._staged: list[tuple[Record, int]] = []  # in the stage's order: whose rows, how many
+        self._open: dict[int, Record] = {}  # by seq_id
+        self._parts: dict[int, list[Record]] = {}  # earlier records of an open sequence: rows between were never seen
+        self._closed: dict[int, Record] = {}  # by uid, oldest first
+        self._policies = ["0"]
+        self._uid = 0
+        self._counts = dict.fromkeys(
+            ("taken_rows", "replaced_rows", "dropped_sequences", "dropped_rows", "trimmed_rows", "cut_rows",
+             "unpaired_rows"), 0)
+        self._lock = threading.Lock()
+        self._copy_stream: Any = torch.cuda.Stream(self.device) if self._cuda else None
+        self._source_stream: Any = None
+        self._copied: Any = None  # event behind the last copy
+
+    # ---------------------------------------------------------------- the engine's side
+
+    def wants(self, seq_id: int) -> bool:
+        """Is this sequence kept? The same answer in every process and at every time."""
+        if self.capture in (0, 1):
+            return self.capture == 1
+        word = blake2b(f"{self.seed}:{seq_id}".encode(), digest_size=8).digest()
+        return int.from_bytes(word, "little") < self.capture * 2**64
+
+    def new_policy(self, label: str | int) -> None:
+        """The target's weights have changed: rows from now on are of another policy. label: the weight version."""
+        with self._lock:
+            self._policies.append(str(label))
+
+    @torch.no_grad()
+    def take(self, rows: Rows) -> None:
+        """Keep the rows of one pass: committed tokens only, tensors valid until the next pass. A run that starts before
+        the end of what is kept of its sequence was computed again and replaces it; one that starts behind it leaves
+        a gap, and the sequence goes on in a record of its own."""
+        runs = [run for run in rows.runs if len(run.rows) and self.wants(run.seq_id)]
+        if runs:
+            self._check(rows.hidden, runs)
+            with self._lock:
+                self._take(rows.hidden, runs)
+
+    def finish(self, seq_id: int, token_ids: Sequence[int]) -> None:
+        """The sequence has ended, or what is known of it so far may be trained on; token_ids: its prompt and output.
+        Rows behind them (cut off by a stop string) are forgotten. Unknown sequences are ignored, as most are when only
+        a share is kept. A sequence that goes on afterwards continues in a new record."""
+        with self._lock:
+            record = self._open.pop(seq_id, None)
+            for part in (*self._parts.pop(seq_id, []), *([record] if record is not None else [])):
+                self._close(part, token_ids)
+
+    def discard(self, seq_id: int) -> None:
+        """Forget a sequence that has not ended (aborted requests)."""
+        with self._lock:
+            record = self._open.pop(seq_id, None)
+            for part in (*self._parts.pop(seq_id, []), *([record] if record is not None else [])):
+                self._drop(part)
+
+    def flush(self) -> None:
+        """Copy what is still staged. `draw` does it by itself."""
+        with self._lock:
+            self._flush()
+
+    @torch.no_grad()
+    def fill(self, source: Transformer | Any, token_lists: Iterable[Sequence[int]], *, max_rows: int = 2048) -> int:
+        """Prefill given texts or finished rollouts (prompt and output ids) with the target and keep their hidden
+        states: warm-up, or capture after the rollout instead of beside it. source: the target's Transformer, or an
+        engine that has it as `model`. max_rows: rows of one pass. Returns the rows kept; a list of n tokens gives n."""
+        model = source if isinstance(source, Transformer) else source.model
+        kept = 0
+        for done in prefill(model, token_lists, self.hidden_layers, max_rows=max_rows):
+            self._check(done.hidden, done.runs)
+            with self._lock:
+                self._take(done.hidden, done.runs)
+                for seq_id, token_ids in done.ended:
+                    record = self._open.pop(seq_id, None)
+                    if record is not None:
+                        self._close(record, token_ids)
+            kept += sum(len(run.rows) for run in done.runs)
+        return kept
+
+    # ---------------------------------------------------------------- the trainer's side
+
+    @contextmanager
+    def draw(self, rows: int, order: str, policy: DrawPolicy | None = None) -> Iterator[list[Piece]]:
+        """Pieces of closed sequences with at most `rows` rows together, the last one cut to fit. `order` seeds the
+        choice: the same string and the same content give the same pieces. They are on loan within the block."""
+        picked = self._pick(rows, order, policy or DrawPolicy())
+        try:
+            yield picked
+        finally:
+            with self._lock:
+                for piece in picked:
+                    piece.record.readers -= 1
+                    if piece.record.dead and piece.record.readers == 0:
+                        self._free(piece.record)
+
+    @torch.no_grad()
+    def load(self, piece: Piece, out: Tensor) -> None:
+        """Copies a piece's rows to out [rows, (k + 1) * hidden_size] (k * hidden_size where an aux layer is the last
+        one), on any device, asynchronously where that is CUDA. Columns: `aux_columns`, `last_columns`."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        page_rows, done = self._arena.page_rows, 0
+        while done < piece.rows:
+            at = piece.start + done
+            page = self._arena.page(piece.record.pages[at // page_rows])
+            count = min(piece.rows - done, page_rows - at % page_rows)
+            out[done : done + count].copy_(page[at % page_rows : at % page_rows + count], non_blocking=True)
+            done += count
+
+    def reject(self, piece: Piece) -> None:
+        """Drop a sequence whose rows turned out to be unusable (not finite)."""
+        with self._lock:
+            if self._closed.pop(piece.record.uid, None) is not None:
+                self._drop(piece.record)
+
+    @property
+    def width(self) -> int:
+        return self._arena.width
+
+    @property
+    def aux_columns(self) -> slice:
+        return slice(0, len(self.aux_layers) * self.hidden_size)
+
+    @property
+    def last_columns(self) -> slice:
+        at = self.hidden_layers.index(self.last_layer) * self.hidden_size
+        return slice(at, at + self.hidden_size)
+
+    # ---------------------------------------------------------------- accounting
+
+    def memory_bytes(self) -> int:
+        """Host bytes of the pages and device bytes of the stage."""
+        stage = 0 if self._stage is None else self._stage.untyped_storage().nbytes()
+        return self._arena.bytes + stage
+
+    def stats(self) -> dict[str, Any]:
+        """Rows are tokens. taken = kept + replaced (computed again) + dropped + trimmed (own oldest rows of a sequence
+        that fills the budget) + cut (behind a stop) + unpaired (a lone row, which makes no pair)."""
+        with self._lock:
+            kept = [*self._closed.values(), *self._open.values(), *(r for p in self._parts.values() for r in p)]
+            return {
+                **self._counts, "policy": self._policies[-1], "sequences": len(self._closed),
+                "pairs": sum(r.pairs for r in self._closed.values()), "open_sequences": len(self._open),
+                "kept_rows": sum(r.rows for r in kept), "staged_rows": sum(count for _, count in self._staged),
+                "bytes": self._arena.bytes, "used_bytes": self._arena.used_pages * self._arena.page_bytes,
+            }
+
+    def check_integrity(self) -> None:
+        """Asserts the balance of pages and rows. For tests, and while no draw is open."""
+        stats = self.stats()
+        with self._lock:
+            records = [*self._closed.values(), *self._open.values(), *(r for p in self._parts.values() for r in p)]
+            for r in records:
+                stored = r.rows - r.staged
+                assert len(r.pages) == -(-stored // self._arena.page_rows), f"{len(r.pages)} pages for {stored} rows"
+                assert r.staged == sum(count for owner, count in self._staged if owner is r), "staged rows differ"
+                assert r.tokens is None or len(r.tokens) == r.rows, "a row without its token"
+            self._arena.check([page for r in records for page in r.pages])
+        lost = ("replaced_rows", "dropped_rows", "trimmed_rows", "cut_rows", "unpaired_rows")
+        accounted = stats["kept_rows"] + sum(stats[name] for name in lost)
+        assert accounted == stats["taken_rows"], f"{accounted} rows accounted for, {stats['taken_rows']} taken"
+
+    # ---------------------------------------------------------------- within the lock
+
+    def _take(self, hidden: Mapping[int, Tensor], runs: Sequence[Run]) -> None:
+        parts = [[self._record_for(run.seq_id, run.first), len(run.rows)] for run in runs]
+        index = self._row_index(runs)
+        done = 0
+        while done < len(index):
+            at = sum(count for _, count in self._staged)
+            if at == self._stage_rows:
+                self._flush()
+                continue
+            count = min(len(index) - done, self._stage_rows - at)
+            self._gather(hidden, index[done : done + count], at)
+            self._note(parts, count)
+            done += count
+
+    def _record_for(self, seq_id: int, first: int) -> Record:
+        record = self._open.get(seq_id)
+        if record is not None and record.rows == 0:  # all of it was dropped while open
+            record = None
+        if record is not None and first < record.end:
+            record = self._replace_from(seq_id, record, first)
+        if record is not None and first == record.end and record.policy == self._policy:
+            return record
+        if record is not None:
+            self._parts.setdefault(seq_id, []).append(record)
+        record = self._open[seq_id] = Record(self._next_uid(), seq_id, first, self._policy)
+        return record
+
+    def _replace_from(self, seq_id: int, record: Record, first: int) -> Record | None:
+        """Forget the rows at `first` and behind, which are computed again (preemption, new weights)."""
+        if record.staged:
+            self._flush()
+        parts = self._parts.get(seq_id, [])
+        while True:
+            gone = min(max(record.end - first, 0), record.rows)
+            self._counts["replaced_rows"] += gone
+            self._shorten(record, gone)
+            if record.rows or not parts:
+                break
+            record = parts.pop()
+        if not parts:
+            self._parts.pop(seq_id, None)
+        if record.rows:
+            self._open[seq_id] = record
+            return record
+        self._open.pop(seq_id, None)
+        return None
+
+    def _shorten(self, record: Record, rows: int) -> None:
+        """Without its last rows; none of them staged."""
+        record.rows -= rows
+        keep = -(-record.rows // self._arena.page_rows)
+        self._arena.give(record.pages[keep:])
+        del record.pages[keep:]
+
+    @property
+    def _policy(self) -> int:
+        return len(self._policies) - 1
+
+    def _next_uid(self) -> int:
+        self._uid += 1
+        return self._uid
+
+    def _row_index(self, runs: Sequence[Run]) -> Tensor:
+        if all(isinstance(run.rows, Tensor) for run in runs):
+            return torch.cat([torch.as_tensor(run.rows) for run in runs]).to(self.device)
+        index = torch.tensor([int(row) for run in runs for row in run.rows])
+        return index.pin_memory().to(self.device, non_blocking=True) if self._cuda else index
+
+    def _check(self, hidden: Mapping[int, Tensor], runs: Sequence[Run]) -> None:
+        if len({run.seq_id for run in runs}) < len(runs):
+            raise refuse("runs", "one run a sequence in a pass", [run.seq_id for run in runs], "join them")
+        for layer in self.hidden_layers:
+            value = hidden.get(layer)
+            if value is None or value.dim() != 2 or value.shape[1] != self.hidden_size or value.dtype != self.dtype:
+                got = "nothing" if value is None else f"{value.dtype} {list(value.shape)}"
+                raise refuse(f"hidden[{layer}]", f"{self.dtype} [R, {self.hidden_size}]", got,
+                             "capture the buffer's hidden_layers of the model that it was built for")
+
+    def _gather(self, hidden: Mapping[int, Tensor], index: Tensor, at: int) -> None:
+        if self._stage is None:
+            with torch.inference_mode(False):
+                shape = (len(self.hidden_layers), self._stage_rows, self.hidden_size)
+                self._stage = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if self._cuda:
+            self._source_stream = torch.cuda.current_stream(self.device)
+        for i, layer in enumerate(self.hidden_layers):
+            torch.index_select(hidden[layer], 0, index, out=self._stage[i, at : at + len(index)])
+
+    def _note(self, parts: list[list[Any]], count: int) -> None:
+        """The next `count` staged rows belong to the heads of `parts`, which lose them."""
+        self._counts["taken_rows"] += count
+        while count:
+            record, left = parts[0]
+            now = min(left, count)
+            self._staged.append((record, now))
+            if record.dead:  # dropped while its own pass was being taken
+                self._counts["dropped_rows"] += now
+            else:
+                record.rows += now
+                record.staged += now
+            parts[0][1] -= now
+            count -= now
+            if parts[0][1] == 0:
+                parts.pop(0)
+
+    def _flush(self) -> None:
+        """Staged rows, sorted by sequence, to their pages."""
+        if not self._staged or self._stage is None:
+            return
+        by_record: dict[Record, list[tuple[int, int]]] = {}
+        at = 0
+        for record, count in self._staged:
+            if not record.dead:
+                by_record.setdefault(record, []).append((at, count))
+            at += count
+        self._staged = []
+        order = [row for spans in by_record.values() for start, count in spans for row in range(start, start + count)]
+        if not order:
+            return
+        if not self._cuda:
+            self._store(self._sorted(torch.tensor(order)), by_record)
+            return
+        with torch.cuda.stream(self._source_stream):
+            rows = self._sorted(torch.tensor(order).pin_memory().to(self.device, non_blocking=True))
+        self._copy_stream.wait_stream(self._source_stream)
+        with torch.cuda.stream(self._copy_stream):
+            self._store(rows, by_record)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        rows.record_stream(self._copy_stream)
+
+    def _sorted(self, order: Tensor) -> Tensor:
+        """[rows, width]: staged rows in this order, a row's layers side by side."""
+        assert self._stage is not None
+        return self._stage.index_select(1, order).transpose(0, 1).reshape(len(order), self.width)
+
+    def _store(self, rows: Tensor, by_record: Mapping[Record, list[tuple[int, int]]]) -> None:
+        at, page_rows = 0, self._arena.page_rows
+        for record, spans in by_record.items():
+            count = sum(n for _, n in spans)
+            block, at = rows[at : at + count], at + count
+            while len(block) and not record.dead:
+                offset = (record.rows - record.staged) % page_rows
+                if offset == 0 and not self._grow(record):
+                    break
+                now = min(len(block), page_rows - offset)
+                self._arena.page(record.pages[-1])[offset : offset + now].copy_(block[:now], non_blocking=True)
+                record.staged -= now
+                block = block[now:]
+
+    def _grow(self, record: Record) -> bool:
+        """One more page, for which older sequences go. False when this one had to be dropped itself."""
+        while (page := self._arena.take()) is None:
+            victim = next((r for r in self._closed.values() if r is not record and not r.readers), None)
+            if victim is None:
+                waiting = (*(r for parts in self._parts.values() for r in parts), *self._open.values())
+                victim = next((r for r in waiting if r is not record and r.pages), None)
+            if victim is None and record.pages and not record.readers:
+                self._trim(record)
+            elif victim is None:
+                self._drop(record)
+                return False
+            else:
+                self._drop(victim)
+        record.pages.append(page)
+        return True
+
+    def _trim(self, record: Record) -> None:
+        """Its oldest page goes, to make room for its own next rows."""
+        count = self._arena.page_rows
+        self._arena.give([record.pages.pop(0)])
+        record.first += count
+        record.rows -= count
+        if record.tokens is not None:
+            record.tokens = record.tokens[count:].clone()
+        self._counts["trimmed_rows"] += count
+
+    def _drop(self, record: Record) -> None:
+        self._counts["dropped_sequences"] += 1
+        self._counts["dropped_rows"] += record.rows
+        self._forget(record)
+
+    def _forget(self, record: Record) -> None:
+        record.dead = True
+        self._closed.pop(record.uid, None)
+        if self._open.get(record.seq_id) is record:
+            del self._open[record.seq_id]
+        if record in (parts := self._parts.get(record.seq_id, [])):
+            parts.remove(record)
+            if not parts:
+                del self._parts[record.seq_id]
+        if record.readers == 0:
+            self._free(record)
+
+    def _free(self, record: Record) -> None:
+        self._arena.give(record.pages)
+        record.pages = []
+        record.rows = record.staged = 0
+
+    def _close(self, record: Record, token_ids: Sequence[int]) -> None:
+        behind = min(max(record.end - len(token_ids), 0), record.rows)
+        if behind:
+            if record.staged:
+                self._flush()
+            if record.dead:
+                return
+            self._counts["cut_rows"] += behind
+            self._shorten(record, behind)
+        if record.rows < 2:
+            self._counts["unpaired_rows"] += record.rows
+            self._forget(record)
+            return
+        record.tokens = torch.tensor(token_ids[record.first : record.end], dtype=torch.int64)
+        self._closed[record.uid] = record
+
+    def _pick(self, rows: int, order: str, policy: DrawPolicy) -> list[Piece]:
+        """Long sequences for their share first, then all others, each group in an order that `order` seeds."""
+        rng = random.Random(order)
+        with self._lock:
+            self._flush()
+            oldest = 0 if policy.max_age is None else self._policy - policy.max_age
+            pool = [r for r in self._closed.values() if r.policy >= oldest]
+            least = long_threshold(pool, policy, self._policy)
+            long = [r for r in pool if r.rows >= least]
+            rng.shuffle(long)
+            pieces = _fill_up([], long, int(policy.long_share * rows), policy.max_rows, rng)
+            taken = {id(piece.record) for piece in pieces}
+            rest = [r for r in pool if id(r) not in taken]
+            rng.shuffle(rest)
+            pieces = _fill_up(pieces, rest, rows, policy.max_rows, rng)
+            for piece in pieces:
+                piece.record.readers += 1
+            return pieces
+
+
+def _fill_up(pieces: list[Piece], records: Sequence[Record], rows: int, most: int, rng: random.Random) -> list[Piece]:
+    """`pieces` and more of them from `records`, `rows` rows together at most; a piece has at least two."""
+    left = rows - sum(piece.rows for piece in pieces)
+    out = list(pieces)
+    for record in records:
+        if left < 2:
+            break
+        size = min(record.rows, left, most)
+        out.append(Piece(record, rng.randrange(record.rows - size + 1), size))
+        left -= size
+    return out

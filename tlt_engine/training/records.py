@@ -1,0 +1,85 @@
+"""What the hidden-state buffer keeps of one sequence. Knows neither devices nor models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Record:
+    """Hidden states of consecutive positions `first .. first + rows - 1` of one sequence. Row i lies in
+    pages[i // page_rows]; the last `staged` rows are still on the device.
+
+    policy: number of the policy that computed them. tokens: int64 [rows] on the host once closed, one a row. readers:
+    draws that are copying from it; its pages stay while there are any.
+    """
+
+    uid: int
+    seq_id: int
+    first: int
+    policy: int
+    rows: int = 0
+    staged: int = 0
+    pages: list[int] = field(default_factory=list)
+    tokens: Tensor | None = None
+    readers: int = 0
+    dead: bool = False
+
+    @property
+    def end(self) -> int:
+        """The position that its next row would have."""
+        return self.first + self.rows
+
+    @property
+    def pairs(self) -> int:
+        """Training pairs: the row of each needs the next row for its teacher."""
+        return max(self.rows - 1, 0)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [start, start + rows) of a closed record, on loan from the buffer until `release`."""
+
+    record: Record
+    start: int
+    rows: int
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [rows], on the host."""
+        assert self.record.tokens is not None
+        return self.record.tokens[self.start : self.start + self.rows]
+
+    @property
+    def first(self) -> int:
+        """Absolute position of its first row."""
+        return self.record.first + self.start
+
+
+@dataclass(frozen=True)
+class DrawPolicy:
+    """Which sequences a draw takes.
+
+    max_age: oldest policy, in updates before the current one; 1 is one-step-off, None is any.
+    long_share: share of the rows reserved for long sequences. While a step is under way only its short responses have
+        ended, so a drafter trained on what is there would forget long ones: TLT (arXiv 2511.16665) keeps those of the
+        step before for that. long_rows: what counts as long; None: the longest tenth of the previous policy's records,
+        or of all when it left none.
+    max_rows: longer sequences give a window of that many rows, at a random place.
+    """
+
+    max_age: int | None = 1
+    long_share: float = 0.25
+    long_rows: int | None = None
+    max_rows: int = 4096
+
+
+def long_threshold(records: Sequence[Record], policy: DrawPolicy, current: int) -> int:
+    """Rows from which a record counts as long."""
+    if policy.long_rows is not None:
+        return policy.long_rows
+    lengths = sorted(r.rows for r in records if r.policy < current) or sorted(r.rows for r in records)
+    return lengths[min(-(-9 * len(lengths) // 10), len(lengths) - 1)] if lengths else 0
