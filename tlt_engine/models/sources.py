@@ -71,8 +71,10 @@ class Safetensors:
 
 
 def weight_source(weights: Any) -> WeightSource:
-    """A folder of safetensors, an in-memory transformers model, a mapping, or (name, tensor) pairs. An iterator of
-    pairs is read to its end first: nothing can be checked whole before."""
+    """A WeightSource as it is, a folder of safetensors, an in-memory transformers model, a mapping, or (name, tensor)
+    pairs. An iterator of pairs is read to its end first: nothing can be checked whole before."""
+    if hasattr(weights, "shapes") and hasattr(weights, "tensors"):
+        return weights
     if isinstance(weights, (str, Path)):
         folder = Path(weights)
         if not folder.is_dir():
