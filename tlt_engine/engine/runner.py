@@ -91,6 +91,8 @@ class Landed:
 
 
 class ModelRunner:
+    prefill_backend = "cpp"  # tree_attention's, on the CPU
+
     def __init__(
         self, model: Transformer, kv: KVStorage, buffers: StepBuffers, *, vocab_limit: int | None,
         eos_ids: frozenset[int],
