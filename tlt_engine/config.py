@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES = ("float32", "bfloat16", "float16")
+PREFILL_BACKENDS = ("auto", "flashinfer", "triton")
 FLOAT_MAX, FLOAT_TINY = float.fromhex("0x1.fffffep127"), float.fromhex("0x1p-126")  # of fp32: what the kernels take
 
 
@@ -128,6 +129,9 @@ class EngineConfig:
     mask_padding_ids: never emit ids at or beyond the tokenizer's length (None: yes when a tokenizer is known).
     enforce_eager: no CUDA graphs, as in vLLM. graph_bytes: device memory for all captured graphs together; the least
         recently used are dropped beyond it. Both matter on CUDA only.
+    prefill_backend: what attends to prompt chunks on CUDA: "triton" (ours), "flashinfer" (refused without the package
+        flashinfer-python, in fp32, or for heads it lacks) or "auto": FlashInfer where it can, else ours, with one
+        warning that says why. FlashInfer compiles at first use, half a minute, and keeps the result on disk.
     """
 
     dtype: str = "float32"
@@ -144,6 +148,7 @@ class EngineConfig:
     mask_padding_ids: bool | None = None
     enforce_eager: bool = False
     graph_bytes: int = 2 * 2**30
+    prefill_backend: str = "auto"
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
@@ -156,6 +161,9 @@ class EngineConfig:
         if self.lm_head_dtype is not None and self.lm_head_dtype not in DTYPES:
             expected = f"None or one of {', '.join(DTYPES)}"
             raise refuse("EngineConfig.lm_head_dtype", expected, self.lm_head_dtype, "pick one")
+        if self.prefill_backend not in PREFILL_BACKENDS:
+            expected = f"one of {', '.join(PREFILL_BACKENDS)}"
+            raise refuse("EngineConfig.prefill_backend", expected, self.prefill_backend, "pick one")
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "graph_bytes"):
             _integer(f"EngineConfig.{name}", getattr(self, name), 1)
         for name in ("max_model_len", "num_pages", "kv_cache_bytes"):

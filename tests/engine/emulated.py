@@ -21,6 +21,7 @@ from tlt_engine.engine import build, device, engine, staging
 from tlt_engine.engine.device import DeviceRunner
 from tlt_engine.graphs.buckets import Buckets, GraphKey
 from tlt_engine.graphs.cache import CaptureOutOfMemoryError
+from tlt_engine.models.cuda_pass import Chunks
 from tlt_engine.types import StepInputs, StepOutputs
 
 BUCKETS = Buckets(GraphKey(b, v) for b in (1, 2, 4, 8) for v in (1, 4, 16) if b * v <= 64)
@@ -65,10 +66,17 @@ class PlayedCapturer:
 class PlayedPass:
     bytes = 0
 
-    def __init__(self, model: Any, kv: Any, *, max_rows: int, max_batch: int) -> None:
+    prefill_backend = "played"
+
+    def __init__(self, model: Any, kv: Any, *, max_rows: int, max_batch: int, prefill_backend: str) -> None:
         self.model, self.kv = model, kv
 
-    def forward(self, step: Any, *, capture: Any = (), logits_out: Tensor | None = None) -> Any:
+    def forward(
+        self, step: Any, *, capture: Any = (), logits_out: Tensor | None = None, chunks: Chunks | None = None
+    ) -> Any:
+        if chunks is not None:
+            assert step.causal.tolist() == [0] * chunks.first + [1] * (len(step.causal) - chunks.first)
+            assert int(step.node_indptr[chunks.first]) == chunks.first_row
         rows, live = len(step.token_ids), int(step.node_indptr[-1])
         out = self.model.forward(_live(step, live), self.kv) if live else None
         page = self.kv.page_size
@@ -162,6 +170,7 @@ def emulation(buckets: Buckets | None = BUCKETS, graph_bytes: int = 10**9, memor
         return DeviceRunner(
             model, kv, build.build_buffers(config, max_model_len), vocab_limit=vocab_limit, eos_ids=eos_ids,
             buckets=None if config.enforce_eager else buckets, graph_bytes=graph_bytes,
+            prefill_backend=config.prefill_backend,
         )
 
     with pytest.MonkeyPatch.context() as patch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -69,6 +68,7 @@ def _cpu_name() -> str:
 
 
 def _engine() -> dict[str, Any]:
+    from tlt_kernels import flashinfer_prefill
     from tlt_kernels.backend import extension
 
     from tlt_engine.models.gguf import cache_root
@@ -77,11 +77,11 @@ def _engine() -> dict[str, Any]:
         built: str = "with CUDA kernels" if extension().with_cuda else "for the CPU only (no nvcc at build time)"
     except ImportError as error:
         built = f"missing: {error}"
-    has_flashinfer = importlib.util.find_spec("flashinfer") is not None
+    ours = "tlt_kernels.triton.attention (Triton)"
+    chunks = f"FlashInfer in bf16 and fp16, heads of {', '.join(map(str, flashinfer_prefill.HEAD_DIMS))}; else {ours}"
     return {
         "tlt_engine._C": built,
         "prefill backend on cpu": "tlt_kernels.tree_attention (C++)",
-        "prefill backend on cuda": "tlt_kernels.triton.attention (Triton)",
-        "flashinfer importable": has_flashinfer,
+        "prefill backend on cuda": chunks if flashinfer_prefill.installed() else f"{ours}: FlashInfer is not installed",
         "cache folder": str(cache_root()),
     }

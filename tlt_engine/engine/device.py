@@ -30,7 +30,7 @@ from tlt_engine.graphs.cache import Graph, GraphCache
 from tlt_engine.graphs.capture import CapturedGraph, Capturer
 from tlt_engine.kvcache.storage import KVStorage
 from tlt_engine.models import Transformer
-from tlt_engine.models.cuda_pass import CudaPass
+from tlt_engine.models.cuda_pass import Chunks, CudaPass
 from tlt_engine.scheduler.sequence import Batch, Chunk, Sequence
 from tlt_engine.speculation.tree import DraftTree
 from tlt_engine.types import MAX_NODES, StepInputs
@@ -107,7 +107,7 @@ class DeviceRunner(ModelRunner):
 
     def __init__(
         self, model: Transformer, kv: KVStorage, buffers: StepBuffers, *, vocab_limit: int | None,
-        eos_ids: frozenset[int], buckets: Buckets | None, graph_bytes: int,
+        eos_ids: frozenset[int], buckets: Buckets | None, graph_bytes: int, prefill_backend: str = "auto",
     ) -> None:
         super().__init__(model, kv, buffers, vocab_limit=vocab_limit, eos_ids=eos_ids)
         self.device = kv.data.device
@@ -120,7 +120,8 @@ class DeviceRunner(ModelRunner):
             sections_bytes(frame_sections(requests, rows, rows, self._pages)) + PARAM_SLACK, self.device
         )
         self._results = Results(result_sections, (requests, rows, MAX_NODES), self.device)
-        self._pass = CudaPass(model, kv, max_rows=rows, max_batch=requests)
+        self._pass = CudaPass(model, kv, max_rows=rows, max_batch=requests, prefill_backend=prefill_backend)
+        self.prefill_backend = self._pass.prefill_backend
         self._layouts: dict[GraphKey, Layout] = {}
         self._graphs: GraphCache | None = None
         if buckets is not None and largest is not None:
@@ -202,7 +203,9 @@ class DeviceRunner(ModelRunner):
             params = self._put(row_params(samples, packed, self.eos_ids, self.model.config.vocab_size), layout, rows)
         inputs = self._logit_rows(layout.inputs, packed)
         self._flush(batch.copies)
-        logits = self._pass.forward(inputs).logits
+        host = packed.inputs
+        chunks = Chunks(len(trees), rows, host.prefix_lens, host.node_indptr, host.page_table)
+        logits = self._pass.forward(inputs, chunks=chunks).logits
         prompt_logits = [(chunk, logits[where]) for chunk, where in packed.prompt_rows]
         if params is None:
             return Landed(StepResult([], prompt_logits))

@@ -251,6 +251,7 @@ class RolloutEngine(Resident):
                     "drafter": 0 if core.drafter is None else core.drafter.memory_bytes(),
                 },
                 "graphs": core.runner.graph_report(),
+                "prefill_backend": core.runner.prefill_backend,
             }
 
     def capture_graphs(self) -> None:

@@ -9,12 +9,17 @@ residual=x) gives the normed rows and the new x in one launch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from tlt_kernels import flashinfer_prefill
+from tlt_kernels.flashinfer_prefill import ChunkAttention, ChunkShape
 from tlt_kernels.linear import linear
 from tlt_kernels.norm import rms_norm
 from tlt_kernels.rope import rope_write_kv
@@ -29,12 +34,31 @@ from tlt_engine.types import StepInputs, StepOutputs
 if TYPE_CHECKING:
     from tlt_kernels.triton.attention import Step, TreeAttention
 
+logger = logging.getLogger("tlt_engine")
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A step's causal chunks on the host, as StepInputs has them: they come last. first: requests in front of them,
+    first_row: rows."""
+
+    first: int
+    first_row: int
+    prefix_lens: Tensor  # of all requests
+    node_indptr: Tensor
+    page_table: Tensor
+
 
 class CudaPass:
     """A model over one KV storage, for passes of at most max_rows rows and max_batch requests, one at a time, on one
-    stream: attention's workspace is shared by all of them. Layers of one window share a plan."""
+    stream: attention's workspace is shared by all of them. Layers of one window share a plan.
 
-    def __init__(self, model: Transformer, kv: KVStorage, *, max_rows: int, max_batch: int) -> None:
+    prefill_backend: EngineConfig's; afterwards, the one that was taken. `triton` attends to whatever a step holds,
+    `flashinfer` to the causal chunks of a step whose forward is told of them."""
+
+    def __init__(
+        self, model: Transformer, kv: KVStorage, *, max_rows: int, max_batch: int, prefill_backend: str = "auto"
+    ) -> None:
         try:
             from tlt_kernels.triton.attention import Geometry, TreeAttention
         except ImportError as error:
@@ -50,37 +74,57 @@ class CudaPass:
             for window in sorted(set(c.windows))
         }
         self._scale = c.head_dim**-0.5
+        self._chunks = chunk_attention(prefill_backend, model, kv, self._scale)
+        self.prefill_backend = "triton" if self._chunks is None else "flashinfer"
         self._ieee = torch.float32 in (model.dtype, model.lm_head_dtype)
 
     @property
     def bytes(self) -> int:
-        return sum(attention.workspace_bytes for attention in self._attention.values())
+        chunks = 0 if self._chunks is None else self._chunks.workspace_bytes
+        return chunks + sum(attention.workspace_bytes for attention in self._attention.values())
 
     @torch.no_grad()
     def forward(
-        self, step: StepInputs, *, capture: Sequence[int] = (), logits_out: Tensor | None = None
+        self, step: StepInputs, *, capture: Sequence[int] = (), logits_out: Tensor | None = None,
+        chunks: Chunks | None = None,
     ) -> StepOutputs:
-        """As Transformer.forward. logits_out [Rl, V], contiguous: where the logits go."""
+        """As Transformer.forward. logits_out [Rl, V], contiguous: where the logits go. chunks: those of the step, where
+        it has some; a pass to be captured may have none."""
         self.model.check_capture(capture)
         with ieee_products(self._ieee):
-            return self._forward(step, capture, logits_out)
+            return self._forward(step, capture, logits_out, chunks if self._chunks is not None else None)
 
-    def _forward(self, step: StepInputs, capture: Sequence[int], logits_out: Tensor | None) -> StepOutputs:
-        weights = self.model.weights
-        captured: dict[int, Tensor] = {}
-        plans = {
+    def _plan(self, step: StepInputs, chunks: Chunks | None) -> dict[int, Step]:
+        """Our plan of the step, by window; with chunks, of the requests in front of them, beside FlashInfer's."""
+        requests, rows = (len(step.prefix_lens), len(step.positions)) if chunks is None else (
+            chunks.first, chunks.first_row
+        )
+        if chunks is not None:
+            assert self._chunks is not None
+            self._chunks.plan(
+                chunks.prefix_lens[requests:], chunks.node_indptr[requests:], chunks.page_table[requests:]
+            )
+        return {
             window: attention.plan(
-                step.page_table, step.prefix_lens, step.node_indptr, step.ancestors, step.causal, step.positions
+                step.page_table[:requests], step.prefix_lens[:requests], step.node_indptr[: requests + 1],
+                step.ancestors[:rows], step.causal[:requests], step.positions[:rows],
             )
             for window, attention in self._attention.items()
         }
+
+    def _forward(
+        self, step: StepInputs, capture: Sequence[int], logits_out: Tensor | None, chunks: Chunks | None
+    ) -> StepOutputs:
+        weights = self.model.weights
+        captured: dict[int, Tensor] = {}
+        plans = self._plan(step, chunks)
         x = F.embedding(step.token_ids, weights.embed)
         added: Tensor | None = None
         for i, layer in enumerate(weights.layers):
             normed, x = self._norm(x, added, layer.input_norm)
             if i in capture:
                 captured[i] = x
-            mixed = self._attend(i, layer, normed, step, plans)
+            mixed = self._attend(i, layer, normed, step, plans, chunks)
             mixed = linear(mixed.view(len(x), -1), layer.o, layer.o_bias, checked=False)
             normed, x = self._norm(x, mixed, layer.post_norm)
             gated = linear(normed, layer.gate_up, layer.gate_up_bias, silu_mul=True, checked=False)
@@ -102,7 +146,8 @@ class CudaPass:
         return rms_norm(added, weight, eps, residual=x, checked=False)
 
     def _attend(
-        self, index: int, layer: LayerWeights, normed: Tensor, step: StepInputs, plans: dict[int, Step]
+        self, index: int, layer: LayerWeights, normed: Tensor, step: StepInputs, plans: dict[int, Step],
+        chunks: Chunks | None,
     ) -> Tensor:
         """[R, Hq, D]. Rows that belong to no request stay as they were allocated."""
         c = self.model.config
@@ -113,8 +158,14 @@ class CudaPass:
             k_norm=layer.k_norm, eps=c.rms_norm_eps, checked=False,
         )
         window = c.windows[index]
+        out, rows = torch.empty_like(q), len(q) if chunks is None else chunks.first_row
         # early: what runs just before writes the step's own keys only, and came after the plan.
-        return self._attention[window].run(plans[window], q, k_cache, v_cache, scale=self._scale, early=True)
+        self._attention[window].run(
+            plans[window], q[:rows], k_cache, v_cache, scale=self._scale, out=out[:rows], early=True
+        )
+        if chunks is not None and self._chunks is not None:
+            self._chunks.run(window, q[rows:], k_cache, v_cache, out=out[rows:])
+        return out
 
     def _logits(self, x: Tensor, added: Tensor | None, rows: Tensor, out: Tensor | None) -> Tensor:
         """added None: x is summed up already, and only `rows` of it are wanted."""
@@ -125,6 +176,31 @@ class CudaPass:
             return torch.empty(0, len(weights.head), dtype=dtype, device=x.device)
         normed = self._norm(x, added, weights.norm)[0].to(dtype)
         return linear(normed, weights.head, out=out, checked=False)
+
+
+def chunk_attention(wanted: str, model: Transformer, kv: KVStorage, scale: float) -> ChunkAttention | None:
+    """FlashInfer for a model's chunks; None: Triton takes them. wanted: "auto" (FlashInfer if it can, and a word in the
+    log if not), "flashinfer" (or ValueError) or "triton"."""
+    c = model.config
+    shape = ChunkShape(c.num_heads, c.num_kv_heads, c.head_dim, kv.page_size, model.dtype)
+    if wanted == "triton":
+        return None
+    why, cause = shape.unsupported or "the package flashinfer-python is not installed", None
+    if shape.unsupported is None and flashinfer_prefill.installed():
+        try:
+            return ChunkAttention(shape, windows=c.windows, scale=scale, device=model.device)
+        except Exception as error:  # of its compiler, too: anything at all
+            why, cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}", error
+    if wanted == "flashinfer":
+        remedy = "pip install 'tlt-engine[cuda]', or set prefill_backend='triton'"
+        raise refuse("EngineConfig.prefill_backend", "a model and a machine for FlashInfer", why, remedy) from cause
+    _say_once(why)
+    return None
+
+
+@cache
+def _say_once(why: str) -> None:
+    logger.warning("Prefill runs on our Triton kernel, not on FlashInfer: %s.", why)
 
 
 @contextmanager
