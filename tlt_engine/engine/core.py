@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 
 from tlt_engine.config import SpeculationConfig, refuse
 from tlt_engine.engine.counters import Counters
+from tlt_engine.engine.hidden import HiddenConsumers, Kept, PassHidden, hidden_rows
 from tlt_engine.engine.runner import Emitted, Flight, ModelRunner, StepResult, Taken, prompt_logprobs
 from tlt_engine.engine.sample import Sample
 from tlt_engine.engine.stops import Stop, StopRule
 from tlt_engine.scheduler.scheduler import Scheduler
 from tlt_engine.scheduler.sequence import Batch, Decode, Sequence, Status
 from tlt_engine.speculation.drafter import DraftContext, Drafter
+from tlt_engine.speculation.hidden import HiddenRecorder
 from tlt_engine.speculation.tree import DraftTree, clip_trees
 from tlt_engine.types import MAX_NODES
 
@@ -47,6 +49,23 @@ class EngineCore:
         self._scoring = 0  # unfinished samples of `score`
         self._ahead: Pass | None = None  # launched before the pass in front of it was read
         self._steady = False  # nothing has come, gone or been prefilled since the last schedule
+        self._consumers = HiddenConsumers(drafter)
+        self._capture()
+
+    def attach(self, recorder: HiddenRecorder) -> None:
+        """Hand it the hidden states of committed tokens from the next pass on. Between steps."""
+        self.runner.model.check_capture(recorder.hidden_layers)
+        self._consumers.add(recorder)
+        self._capture()
+
+    def detach(self, recorder: HiddenRecorder) -> None:
+        self._consumers.remove(recorder)
+        self._capture()
+
+    def _capture(self) -> None:
+        if self.runner.capture != self._consumers.layers:
+            self._ahead = None  # it was launched without these hidden states
+            self.runner.set_capture(self._consumers.layers)
 
     def add(self, sample: Sample) -> None:
         self.samples[sample.seq.seq_id] = sample
@@ -84,6 +103,7 @@ class EngineCore:
 
     def _launch(self, batch: Batch) -> Pass:
         samples = [self.samples[d.seq.seq_id] for d in batch.decodes]
+        self._consumers.fork(batch.forks)
         trees = self._propose(batch.decodes, samples, self._contexts(batch.decodes, samples))
         self._steady = not (batch.chunks or batch.copies or batch.preempted)
         whole = all(d.max_nodes == self._max_nodes(d.seq) for d in batch.decodes)
@@ -92,9 +112,10 @@ class EngineCore:
     def _launch_ahead(self, current: Pass) -> Pass | None:
         """The plain step after `current`, if that is what schedule() would come to: the same samples, no drafts, and
         none known to end but by its tokens. What a sample that ends meanwhile then computes is thrown away: it wrote
-        behind its own keys, on a page that nobody else can have been given before that pass."""
+        behind its own keys, on a page that nobody else can have been given before that pass. Not while hidden states
+        are taken, which it would overwrite."""
         samples = current.samples
-        if not self._steady or self._drafts(current) or not all(self._rides(current)):
+        if self.runner.capture or not self._steady or self._drafts(current) or not all(self._rides(current)):
             return None
         if all(s.end <= length + 1 for s, length in zip(samples, current.lengths)):
             return None
@@ -118,6 +139,8 @@ class EngineCore:
         """Tokens and drafts first, then the next launch; all that it does not need is done while the GPU is at it."""
         try:
             self.scheduler.extend(current.batch.decodes, taken.tokens)
+            if taken.passed is not None:
+                self._hand_out_hidden(current, taken.passed, [True] * len(current.samples), [])
             contexts = self._contexts(current.batch.decodes, current.samples)
             self._observe(contexts, taken.accepted)
             if not taken.ended:
@@ -161,15 +184,35 @@ class EngineCore:
         batch, rides = current.batch, self._rides(current)
         self._count_step(sum(rides) + len(batch.chunks))
         self._take_prompt_logits(result)
+        firsts = [chunk.seq.kv_len for chunk in batch.chunks]
         for chunk in batch.chunks:
             self.counters.prefill_passes += 1
             self.counters.prefill_tokens += chunk.count
             self.scheduler.advance_prefill(chunk)
         rows = zip(batch.decodes, current.samples, current.trees, result.emitted, rides)
-        for decode, sample, tree, emitted, rode in rows:
-            stop = self._commit(decode, sample, tree, emitted) if rode else None
+        stops = [
+            (sample, self._commit(decode, sample, tree, emitted))
+            for decode, sample, tree, emitted, rode in rows if rode
+        ]
+        if result.hidden:
+            self._hand_out_hidden(current, result.passed, rides, firsts)
+        for sample, stop in stops:
             if stop is not None:
                 self.end(sample, stop)
+
+    def _hand_out_hidden(self, current: Pass, passed: PassHidden, rides: list[bool], firsts: list[int]) -> None:
+        """The samples have their new tokens by now. firsts: where each chunk began."""
+        decodes = [
+            Kept(s, len(tree), length - 1, len(s.seq.token_ids) - length if rode else 0)
+            for s, tree, length, rode in zip(current.samples, current.trees, current.lengths, rides)
+        ]
+        chunks = [(c, first, self.samples[c.seq.seq_id]) for c, first in zip(current.batch.chunks, firsts)]
+        self._consumers.take(hidden_rows(passed, decodes, chunks))
+
+    def target_changed(self, recomputed: bool) -> None:
+        """New weights, of self.version. recomputed: live samples start over."""
+        self.forget_ahead()
+        self._consumers.target_changed(self.version, recomputed)
 
     def end(self, sample: Sample, stop: Stop) -> None:
         """Release all that the sample holds and seal its output."""
@@ -182,6 +225,7 @@ class EngineCore:
         self.scheduler.abort(sample.seq)
         if self.drafter is not None:
             self.drafter.finish(sample.seq.seq_id)
+        self._consumers.ended(sample)
         del self.samples[sample.seq.seq_id]
         self._scoring -= sample.forced is not None
         self._on_end(sample)

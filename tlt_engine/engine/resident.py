@@ -127,7 +127,7 @@ class Resident:
         self._updates += 1
         self._loads = self.model.weights.loads
         self._fingerprint = self.model.weights.fingerprint()
-        core.forget_ahead()
+        core.target_changed(recomputed=in_flight != "keep")
         core.scheduler.set_version(self._updates)
         if in_flight != "keep":
             core.scheduler.recompute_all()

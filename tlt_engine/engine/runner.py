@@ -6,7 +6,7 @@ ModelRunner does it step by step, on whatever device the packed step is on; devi
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from tlt_kernels import (
 )
 from torch import Tensor
 
+from tlt_engine.engine.hidden import PassHidden
 from tlt_engine.engine.packing import PackedStep, StepBuffers, noise_ids, pack_step, row_params
 from tlt_engine.engine.sample import CallInsideStep, Sample
 from tlt_engine.kvcache.storage import KVStorage
@@ -35,17 +36,19 @@ from tlt_engine.speculation.tree import DraftTree
 @dataclass(frozen=True)
 class Emitted:
     """What one decode's pass emitted, in order; the last token is the bonus token. A token of -1 means that its row
-    had no valid distribution."""
+    had no valid distribution. path: the local nodes that the tokens were drawn at, root first; left out where nobody
+    wants hidden states."""
 
     tokens: list[int]
     logprobs: list[float]
     raw: list[float] | None
     top: list[dict[int, Logprob]] | None
+    path: list[int] = field(default_factory=list)
 
     def first(
         self, count: int
     ) -> tuple[list[int], list[float], list[float] | None, list[dict[int, Logprob]] | None]:
-        """Its four fields, cut."""
+        """Its first four fields, cut."""
         cut = slice(count)
         return self.tokens[cut], self.logprobs[cut], self.raw and self.raw[cut], self.top and self.top[cut]
 
@@ -54,16 +57,22 @@ class Emitted:
 class StepResult:
     emitted: list[Emitted]
     prompt_logits: list[tuple[Chunk, Tensor]]  # logits [count, V] of the chunks that asked
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # as StepOutputs.hidden, if captured
+
+    @property
+    def passed(self) -> PassHidden:
+        return PassHidden(self.hidden, [emitted.path for emitted in self.emitted])
 
 
 @dataclass(frozen=True)
 class Taken:
     """What is kept of a decode pass whose samples end by ids and lengths alone: for each its tokens up to the first
-    stop, and how many of them are drafts. ended: indices of those that stop."""
+    stop, and how many of them are drafts. ended: indices of those that stop. passed: None if nothing is captured."""
 
     tokens: list[list[int]]
     accepted: list[int]
     ended: list[int]
+    passed: PassHidden | None = None
 
 
 class Flight(Protocol):
@@ -100,6 +109,12 @@ class ModelRunner:
         self.model, self.kv, self.buffers = model, kv, buffers
         self.vocab_limit, self.eos_ids = vocab_limit, eos_ids
         self.page_size = kv.page_size
+        self.capture: tuple[int, ...] = ()  # hidden states that every pass hands out
+
+    def set_capture(self, layers: tuple[int, ...]) -> None:
+        """From the next pass on; numbered as StepOutputs.hidden."""
+        self.model.check_capture(layers)
+        self.capture = layers
 
     @property
     def buffer_bytes(self) -> int:
@@ -134,13 +149,14 @@ class ModelRunner:
             source, destination = zip(*batch.copies)
             copy_pages(self.kv.data, torch.tensor(source), torch.tensor(destination))
         packed = pack_step(batch, trees, self.buffers, self.page_size)
-        logits = self.model.forward(packed.inputs, self.kv).logits
+        out = self.model.forward(packed.inputs, self.kv, capture=self.capture)
+        logits = out.logits
         emitted: list[Emitted] = []
         if trees:
             ids = noise_ids([s.seq for s in samples], packed)
             params = row_params(samples, packed, self.eos_ids, self.model.config.vocab_size)
             emitted = self.verify(packed, logits[: packed.decode_rows], ids, params, trees, samples)
-        return StepResult(emitted, [(chunk, logits[rows]) for chunk, rows in packed.prompt_rows])
+        return StepResult(emitted, [(chunk, logits[rows]) for chunk, rows in packed.prompt_rows], out.hidden)
 
     def verify(
         self, packed: PackedStep, logits: Tensor, ids: NoiseIds, params: RowParams, trees: Seq[DraftTree],
@@ -208,6 +224,7 @@ class ModelRunner:
         processed = None
         if any(n is not None and n > 0 for n in wants_top):
             processed = process_logits(logits, params, vocab_limit=self.vocab_limit)
+        nodes = paths.tolist() if self.capture else [[]] * len(samples)
         emitted = []
         for i, (s, n, row_tokens) in enumerate(zip(samples, lens, tokens.tolist())):
             top, count = None, wants_top[i]
@@ -215,7 +232,7 @@ class ModelRunner:
                 scores = None if processed is None else processed[rows[i, :n]]
                 top = top_logprobs(scores, row_tokens[:n], logprobs[i][:n], count)
             keep_raw = raw[i][:n] if raw is not None and s.request.params.raw_logprobs else None
-            emitted.append(Emitted(row_tokens[:n], logprobs[i][:n], keep_raw, top))
+            emitted.append(Emitted(row_tokens[:n], logprobs[i][:n], keep_raw, top, nodes[i][:n]))
         return emitted
 
 

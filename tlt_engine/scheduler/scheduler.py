@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tlt_engine.config import refuse
 from tlt_engine.kvcache.pages import PagePool
 from tlt_engine.kvcache.prefix import PrefixCache, tokens_key
-from tlt_engine.scheduler.sequence import Batch, Chunk, Decode, Sequence, Status
+from tlt_engine.scheduler.sequence import Batch, Chunk, Decode, Fork, Sequence, Status
 
 # Tokens that every live sequence can still write, without a preemption, after one more has been admitted: 1 page each
 # at page size 16. A sequence admitted into a full pool is thrown out by its elders within a few steps, and all of its
@@ -41,12 +41,12 @@ class SchedulerStats:
 @dataclass(frozen=True)
 class _Start:
     """Where an admission begins: these pages are shared, `kv_len` keys are there, and the last `kv_len % page_size` of
-    them are copied from page `tail`. fork: they are a sibling's, not the prefix cache's."""
+    them are copied from page `tail`. donor: the sibling whose they are; None: the prefix cache's."""
 
     pages: list[int]
     kv_len: int
     tail: int | None = None
-    fork: bool = False
+    donor: Sequence | None = None
 
 
 class Scheduler:
@@ -86,6 +86,7 @@ class Scheduler:
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()
         self._live: dict[Sequence, None] = {}  # PREFILL and RUNNING, in order of admission
         self._families: dict[bytes, dict[Sequence, None]] = {}  # the live ones by start_key
+        self._forks: list[Fork] = []  # of this schedule()
 
     # ---- the queue ----
 
@@ -165,7 +166,8 @@ class Scheduler:
         chunks = self._continue_prefills()
         # What was just preempted would take its pages straight back.
         copies = [] if preempted else self._admit(chunks)
-        return Batch(self._decodes(max_nodes), chunks, copies, preempted)
+        forks, self._forks = self._forks, []
+        return Batch(self._decodes(max_nodes), chunks, copies, preempted, forks)
 
     def advance_prefill(self, chunk: Chunk) -> None:
         """The chunk's KV is in its slots."""
@@ -306,7 +308,7 @@ class Scheduler:
         full, partial = divmod(seq.start_len, self.page_size)
         if not seq.page_keys:
             seq.page_keys = donor.page_keys[:full]  # hashing an 8k prompt again for each sample costs 1 ms
-        return _Start(donor.pages[:full], seq.start_len, donor.pages[full] if partial else None, fork=True)
+        return _Start(donor.pages[:full], seq.start_len, donor.pages[full] if partial else None, donor)
 
     def _siblings(self, seq: Sequence) -> tuple[Sequence | None, bool]:
         """A live member of its family that holds the common KV; else whether one is computing it."""
@@ -321,7 +323,7 @@ class Scheduler:
     def _fits(self, seq: Sequence, start: _Start) -> bool:
         """Whether its pages, root included, leave every live sequence its headroom. One alone needs none."""
         new = self._pages_for(len(seq.token_ids)) - len(start.pages)
-        revived = 0 if start.fork else sum(1 for page in start.pages if not self.pool.holders(page))
+        revived = 0 if start.donor is not None else sum(1 for page in start.pages if not self.pool.holders(page))
         watermark = (len(self._live) + 1) * self._pages_for(HEADROOM) if self._live else 0
         return self.pool.available - revived - new >= watermark
 
@@ -337,7 +339,8 @@ class Scheduler:
         self._live[seq] = None
         self._families.setdefault(seq.start_key, {})[seq] = None
         self.stats.admitted += 1
-        if start.fork:
+        if start.donor is not None:
+            self._forks.append(Fork(start.donor, seq))
             self.stats.forks += 1
             self.stats.forked_tokens += start.kv_len
         else:

@@ -78,6 +78,14 @@ class Decode:
 
 
 @dataclass(frozen=True)
+class Fork:
+    """`seq` was admitted with the first seq.kv_len keys of `donor`."""
+
+    donor: Sequence
+    seq: Sequence
+
+
+@dataclass(frozen=True)
 class Batch:
     """One step's work. copies: (source page, destination page), to be done in order before the pass."""
 
@@ -85,6 +93,7 @@ class Batch:
     chunks: list[Chunk]
     copies: list[tuple[int, int]]
     preempted: list[Sequence]
+    forks: list[Fork] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
