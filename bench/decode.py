@@ -41,14 +41,14 @@ OFF = SpeculationConfig(method="off")
 MODEL = {"geometry": "Qwen2.5-7B", "dtype": "bf16", "prompt": PROMPT, "new": NEW}
 
 
-def qwen_7b(layers: int = 28) -> LoadedModel:
+def qwen_7b(layers: int = 28, max_model_len: int = 4096) -> LoadedModel:
     config = ModelConfig(
         architecture="qwen2", hidden_size=3584, intermediate_size=18944, num_layers=layers, num_heads=28,
         num_kv_heads=4, head_dim=128, vocab_size=152064, rms_norm_eps=1e-6, tie_word_embeddings=False, qkv_bias=True,
         o_bias=False, mlp_bias=False, qk_norm=False, rope=RopeConfig(theta=1e6, rotary_dim=128), windows=(0,) * layers,
         max_position_embeddings=32768,
     )
-    model = Transformer(config, dtype=torch.bfloat16, device="cuda", max_model_len=4096)
+    model = Transformer(config, dtype=torch.bfloat16, device="cuda", max_model_len=max_model_len)
     generator = torch.Generator("cuda").manual_seed(0)
     for name, weight in model.named_weights():
         if "norm" in name:
