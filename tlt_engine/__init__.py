@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tlt_engine.config import SpeculationConfig as SpeculationConfig
     from tlt_engine.engine.engine import RolloutEngine as RolloutEngine
     from tlt_engine.engine.resident import EngineHalted as EngineHalted
+    from tlt_engine.engine.streaming import AsyncRolloutEngine as AsyncRolloutEngine
     from tlt_engine.outputs import CompletionOutput as CompletionOutput
     from tlt_engine.outputs import Logprob as Logprob
     from tlt_engine.outputs import RequestOutput as RequestOutput
@@ -33,6 +34,7 @@ _HOME = {
     "SpeculationConfig": "tlt_engine.config",
     "RolloutEngine": "tlt_engine.engine.engine",
     "EngineHalted": "tlt_engine.engine.resident",
+    "AsyncRolloutEngine": "tlt_engine.engine.streaming",
     "CompletionOutput": "tlt_engine.outputs",
     "Logprob": "tlt_engine.outputs",
     "RequestOutput": "tlt_engine.outputs",

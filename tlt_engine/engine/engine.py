@@ -179,9 +179,10 @@ class RolloutEngine(Resident):
     def add_request(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None,
         group_id: str | None = None, prior_output_ids: Seq[int] | None = None, speculate: bool = True,
-        token_quota: int | None = None,
+        token_quota: int | None = None, stream: bool = False,
     ) -> str:
-        """Queue one prompt; `step` returns its output once all its samples have ended. Returns the request's id."""
+        """Queue one prompt; `step` returns its output once all its samples have ended. Returns the request's id.
+        stream: keep its text up to date for `progress`."""
         with self._lock:
             if request_id is not None and not isinstance(request_id, str):
                 raise refuse("request_id", "a string or None", request_id, "pass str(id)")
@@ -190,7 +191,7 @@ class RolloutEngine(Resident):
                 raise refuse("request_id", "an id that is not in flight", request_id, remedy)
             request = self._intake.request(
                 prompt, params_for_each(sampling_params, 1)[0], request_id=request_id, group_id=group_id,
-                prior=prior_output_ids, speculate=speculate, token_quota=token_quota,
+                prior=prior_output_ids, speculate=speculate, token_quota=token_quota, streamed=stream,
             )
             self._queue([request], owned_by_call=False)
             return request.request_id
@@ -206,6 +207,13 @@ class RolloutEngine(Resident):
             ready, self._ready = self._ready, []
             return [request.to_output(self._weights) for request in ready]
 
+    def progress(self, request_id: str) -> RequestOutput | None:
+        """A copy of what a request in flight has so far; None when it is not in flight. Its text is "" unless it was
+        added with stream=True or a sample has ended."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            return None if request is None else request.so_far(self._weights)
+
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests now with finish_reason "abort" and return what they have. Ids that are not in flight are
         ignored: a request may just have ended."""
@@ -220,6 +228,11 @@ class RolloutEngine(Resident):
     def has_unfinished(self) -> bool:
         with self._lock:
             return bool(self._core.samples or self._ready)
+
+    @property
+    def steps(self) -> int:
+        """Target forwards since the engine was built."""
+        return self._core.counters.steps
 
     @property
     def num_running(self) -> int:

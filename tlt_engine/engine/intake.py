@@ -41,7 +41,7 @@ class Intake:
     def request(
         self, prompt: Prompt, params: SamplingParams, *, name: str = "prompt", request_id: str | None = None,
         group_id: str | None = None, prior: Seq[int] | None = None, speculate: bool = True,
-        token_quota: int | None = None, forced: tuple[int, ...] | None = None,
+        token_quota: int | None = None, forced: tuple[int, ...] | None = None, streamed: bool = False,
     ) -> Request:
         if not isinstance(params, SamplingParams):
             raise refuse("sampling_params", "a SamplingParams", type(params).__name__, "build one")
@@ -52,7 +52,7 @@ class Intake:
         self._warn_once_about(params)
         key = self._keys.next() if params.seed is None else noise_key(params.seed, ids + prior_ids)
         group = group_id if group_id is not None else blake2b(repr(ids).encode(), digest_size=16).hexdigest()
-        request = Request(request_id or "", group, text, ids, len(prior_ids), params)
+        request = Request(request_id or "", group, text, ids, len(prior_ids), params, streamed=streamed)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(ids)
         for index in range(1 if forced is not None else params.n):
@@ -185,9 +185,10 @@ class Intake:
         return shadow
 
     def _text(self, sample: Sample) -> IncrementalText | None:
-        """Stop strings need the text token by token; otherwise it is decoded once at the end."""
+        """Stop strings and streams need the text token by token; otherwise it is decoded once at the end."""
         params = sample.request.params
-        if not params.stop or sample.forced is not None:
+        streamed = sample.request.streamed and self._tokenizer is not None and params.detokenize
+        if not (params.stop or streamed) or sample.forced is not None:
             return None
         text = IncrementalText(
             self._tokenizer, sample.seq.token_ids[: sample.new_start], params.skip_special_tokens

@@ -67,9 +67,10 @@ class Resident:
         valid; cached prefixes are dropped.
 
         weights: a mapping, pairs or an iterator of (Hugging Face name, tensor), a transformers model, a folder of
-        safetensors, or a WeightSource (rl.policy.PolicyWeights is one). Validated whole before anything changes; ValueError lists every missing, unknown and misshapen
-        name. A sharded DTensor is gathered one at a time. Between start_weight_update and finish_weight_update: the
-        next pieces of that stream (weight_version is given to finish_weight_update then, and None is returned).
+        safetensors, or a WeightSource (rl.policy.PolicyWeights is one). Validated whole before anything changes;
+        ValueError lists every missing, unknown and misshapen name. A sharded DTensor is gathered one at a time.
+        Between start_weight_update and finish_weight_update: the next pieces of that stream (weight_version is given to
+        finish_weight_update then, and None is returned).
         weight_version labels later tokens; default: a count. strict=False takes a subset; the report names what was
         loaded, missing, unexpected and cast.
         in_flight: requests that have begun keep their tokens and go on in a new noise segment, with their KV computed

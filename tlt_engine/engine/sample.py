@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tlt_engine.config import SamplingParams
 from tlt_engine.engine.text import IncrementalText
@@ -106,8 +106,26 @@ class Request:
     params: SamplingParams
     samples: list[Sample] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    streamed: bool = False  # somebody looks at it as it grows
     owned_by_call: bool = False  # a generate() call collects it; step() does not return it
     unfinished: int = 0  # samples still to end; counted, since asking all n after each end is O(n^2)
+
+    def so_far(self, weights: str) -> RequestOutput:
+        """As to_output, a copy that stays as it is. The text of a streamed request holds back what may yet turn out to
+        be part of a stop string."""
+        held = max((len(stop) for stop in self.params.stop or ()), default=1) - 1
+        output = self.to_output(weights)
+        output.outputs = [
+            replace(
+                s.output, token_ids=list(s.output.token_ids), sampled_logprobs=list(s.output.sampled_logprobs),
+                raw_logprobs=None if s.output.raw_logprobs is None else list(s.output.raw_logprobs),
+                logprobs=None if s.output.logprobs is None else list(s.output.logprobs),
+                weight_versions=list(s.output.weight_versions), spec=s.output.spec.copy(),
+                text=s.output.text if s.ended or s.text is None else s.text.text[: len(s.text.text) - held],
+            )
+            for s in self.samples
+        ]
+        return output
 
     @property
     def prior_ids(self) -> list[int]:
