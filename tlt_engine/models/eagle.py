@@ -315,11 +315,14 @@ class EagleModel(nn.Module):
         gate, up = F.linear(_rms_norm(x, self.post_norm, self.config.rms_norm_eps), self.gate_up).chunk(2, -1)
         return x + F.linear(F.silu(gate) * up, self.down)
 
+    def final(self, out: Tensor) -> Tensor:
+        """What the head reads [R, H] of outputs [R, H]: behind the final norm, where there is one."""
+        return out if self.norm is None else _rms_norm(out, self.norm, self.config.rms_norm_eps)
+
     def logits(self, out: Tensor) -> Tensor:
         """[R, Vd or V] of outputs [R, H]."""
-        normed = out if self.norm is None else _rms_norm(out, self.norm, self.config.rms_norm_eps)
         head = self.head_weight
-        return F.linear(normed.to(head.dtype), head)
+        return F.linear(self.final(out).to(head.dtype), head)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
