@@ -78,7 +78,7 @@ class PlayedPass:
             assert step.causal.tolist() == [0] * chunks.first + [1] * (len(step.causal) - chunks.first)
             assert int(step.node_indptr[chunks.first]) == chunks.first_row
         rows, live = len(step.token_ids), int(step.node_indptr[-1])
-        out = self.model.forward(_live(step, live), self.kv) if live else None
+        out = self.model.forward(_live(step, live), self.kv, capture=capture) if live else None
         page = self.kv.page_size
         for slot in step.slots[live:].tolist():  # what the padding rows of the real pass write
             for layer in range(len(self.kv.data)):
@@ -88,9 +88,12 @@ class PlayedPass:
             assert live == rows, "an eager pass has no padding"
             return out
         logits_out.fill_(float("nan"))
+        hidden = {i: torch.full((rows, self.model.config.hidden_size), float("nan")) for i in capture}
         if out is not None:
             logits_out[:live] = out.logits
-        return StepOutputs(logits_out)
+            for i, states in out.hidden.items():
+                hidden[i][:live] = states
+        return StepOutputs(logits_out, hidden)
 
 
 def _live(step: StepInputs, live: int) -> StepInputs:

@@ -20,6 +20,7 @@ import torch
 from tlt_kernels import RowParams, SampleResult, Walk, copy_pages, cuda
 from torch import Tensor
 
+from tlt_engine.engine.hidden import PassHidden
 from tlt_engine.engine.layout import DeviceView, Layout, frame_sections
 from tlt_engine.engine.packing import Lanes, PackedStep, StepBuffers, needs_host, noise_ids, pack_step, row_params
 from tlt_engine.engine.runner import Emitted, Flight, Landed, ModelRunner, StepResult, Taken, top_logprobs
@@ -33,7 +34,7 @@ from tlt_engine.models import Transformer
 from tlt_engine.models.cuda_pass import Chunks, CudaPass
 from tlt_engine.scheduler.sequence import Batch, Chunk, Sequence
 from tlt_engine.speculation.tree import DraftTree
-from tlt_engine.types import MAX_NODES, StepInputs
+from tlt_engine.types import MAX_NODES, StepInputs, StepOutputs
 
 I64, I32, F32 = torch.int64, torch.int32, torch.float32
 PARAMS = tuple(f.name for f in fields(RowParams) if f.name != "temperature")
@@ -75,13 +76,16 @@ class DeviceFlight:
     done: torch.cuda.Event
     prompt_logits: list[tuple[Chunk, Tensor]]
     repeatable: bool
+    hidden: dict[int, Tensor]
 
     def take(self) -> Taken | None:
         draw, addresses = self.draw, self.frame.addresses
         if draw.lanes is None or not draw.lanes.by_ids:
             return None
         self.done.synchronize()
-        return Taken(*draw.lanes.native.commit(addresses["accept_lens"], addresses["tokens"], draw.steps))
+        passed = PassHidden(self.hidden, self.frame.host["paths"].tolist()) if self.hidden else None
+        tokens, accepted, ended = draw.lanes.native.commit(addresses["accept_lens"], addresses["tokens"], draw.steps)
+        return Taken(tokens, accepted, ended, passed)
 
     def result(self) -> StepResult:
         self.done.synchronize()
@@ -92,13 +96,14 @@ class DeviceFlight:
         rows = np.maximum(host["paths"], 0) + starts[:, None]
         logprobs = host["logprobs"][rows].tolist()
         raw = host["raw"][rows].tolist() if draw.want_raw else None
+        paths = host["paths"].tolist() if self.hidden else [[]] * len(lens)
         emitted = []
         for i, (sample, n) in enumerate(zip(draw.samples, lens)):
             params = sample.request.params
             top = top_logprobs(None, tokens[i][:n], logprobs[i][:n], 0) if params.logprobs is not None else None
             keep_raw = raw[i][:n] if raw is not None and params.raw_logprobs else None
-            emitted.append(Emitted(tokens[i][:n], logprobs[i][:n], keep_raw, top))
-        return StepResult(emitted, self.prompt_logits)
+            emitted.append(Emitted(tokens[i][:n], logprobs[i][:n], keep_raw, top, paths[i][:n]))
+        return StepResult(emitted, self.prompt_logits, self.hidden)
 
 
 class DeviceRunner(ModelRunner):
@@ -130,13 +135,23 @@ class DeviceRunner(ModelRunner):
             )
             self._capturer = Capturer(self.device)
             self._graphs = GraphCache(buckets, self._capture, graph_bytes)
+        self._hidden: dict[int, Tensor] = {}  # where the graphs leave what is captured
         self._stream: torch.cuda.Stream | None = None
         self._latest: DeviceFlight | None = None  # whose inputs are still what the device holds
+
+    def set_capture(self, layers: tuple[int, ...]) -> None:
+        """Graphs write these hidden states or none: they are captured again."""
+        super().set_capture(layers)
+        self.release_graphs()
+        rows = self._logits.shape[0] if self._graphs is not None else 0
+        shape = (rows, self.model.config.hidden_size)
+        self._hidden = {i: torch.empty(shape, dtype=self.model.dtype, device=self.device) for i in layers}
 
     @property
     def buffer_bytes(self) -> int:
         logits = self._logits.nbytes if self._graphs is not None else 0
-        return self.buffers.bytes + self._staging.bytes + self._results.bytes + self._pass.bytes + logits
+        hidden = sum(states.nbytes for states in self._hidden.values())
+        return self.buffers.bytes + self._staging.bytes + self._results.bytes + self._pass.bytes + logits + hidden
 
     # ---------------------------------------------------------------- a step
 
@@ -172,20 +187,23 @@ class DeviceRunner(ModelRunner):
         if graph is not None and key is not None:
             graph.replay()
         with torch.inference_mode():
-            logits = self._pass.forward(layout.inputs).logits if key is None else self._logits[:rows]
-            view = layout.view(len(trees), rows)
+            if key is None:
+                out = self._pass.forward(layout.inputs, capture=self.capture)
+            else:
+                out = StepOutputs(self._logits[:rows], {i: self._hidden[i][:rows] for i in self.capture})
+            logits, view = out.logits, layout.view(len(trees), rows)
             if params is None:
                 params = RowParams(view.temperature)
             if lanes.needs_host:
                 step = PackedStep(view.inputs, view.trees, np.array(nodes), [])
                 emitted = self.verify(step, logits, view.ids, params, trees, lanes.samples)
-                return Landed(StepResult(emitted, []))
+                return Landed(StepResult(emitted, [], out.hidden))
             # What a step ahead may not change: biases hold until min_tokens, histories grow.
             constant = params.bias_row is None and params.history_row is None
             repeatable = len(trees) == rows and graph is not None and constant
             pages = [list(s.seq.pages) for s in lanes.samples] if repeatable else []
             draw = _Draw(view, nodes, params, deepest + 1, lanes.wants_raw, lanes.samples, lanes, pages)
-            return self._draw(layout, key, draw, logits, [], repeatable)
+            return self._draw(layout, key, draw, out, [], repeatable)
 
     def _launch_mixed(self, batch: Batch, trees: list[DraftTree], samples: Seq[Sample]) -> Flight:
         """Prefill chunks, and maybe trees beside them: no graph."""
@@ -205,18 +223,19 @@ class DeviceRunner(ModelRunner):
         self._flush(batch.copies)
         host = packed.inputs
         chunks = Chunks(len(trees), rows, host.prefix_lens, host.node_indptr, host.page_table)
-        logits = self._pass.forward(inputs, chunks=chunks).logits
-        prompt_logits = [(chunk, logits[where]) for chunk, where in packed.prompt_rows]
+        out = self._pass.forward(inputs, chunks=chunks, capture=self.capture)
+        prompt_logits = [(chunk, out.logits[where]) for chunk, where in packed.prompt_rows]
         if params is None:
-            return Landed(StepResult([], prompt_logits))
-        view, logits = layout.view(len(trees), rows), logits[:rows]
+            return Landed(StepResult([], prompt_logits, out.hidden))
+        view, out = layout.view(len(trees), rows), replace(out, logits=out.logits[:rows])
         if any(map(needs_host, samples)):
             step = PackedStep(view.inputs, view.trees, packed.nodes, [])
-            return Landed(StepResult(self.verify(step, logits, view.ids, params, trees, samples), prompt_logits))
+            emitted = self.verify(step, out.logits, view.ids, params, trees, samples)
+            return Landed(StepResult(emitted, prompt_logits, out.hidden))
         deepest = max(max(tree.depths) for tree in trees)
         want_raw = any(s.request.params.raw_logprobs for s in samples)
         draw = _Draw(view, packed.nodes.tolist(), params, deepest + 1, want_raw, samples, None, [])
-        return self._draw(layout, None, draw, logits, prompt_logits, False)
+        return self._draw(layout, None, draw, out, prompt_logits, False)
 
     @torch.inference_mode()
     def launch_ahead(self, flight: Flight, sequences: Seq[Sequence]) -> Flight | None:
@@ -238,13 +257,13 @@ class DeviceRunner(ModelRunner):
                 slots=d["slots"],
             )
             graph.replay()
-            return self._draw(layout, flight.key, draw, self._logits[:rows], [], True)
+            return self._draw(layout, flight.key, draw, StepOutputs(self._logits[:rows]), [], True)
 
     def _draw(
-        self, layout: Layout, key: GraphKey | None, draw: _Draw, logits: Tensor,
+        self, layout: Layout, key: GraphKey | None, draw: _Draw, out: StepOutputs,
         prompt_logits: list[tuple[Chunk, Tensor]], repeatable: bool,
     ) -> DeviceFlight:
-        view = draw.view
+        view, logits = draw.view, out.logits
         frame = self._results.open((len(draw.nodes), len(logits), draw.steps))
         d = frame.device
         drawn = SampleResult(d["drawn"], d["logprobs"], d["raw"] if draw.want_raw else None)
@@ -254,7 +273,7 @@ class DeviceRunner(ModelRunner):
         if draw.steps > 1:  # a root's KV is where it belongs
             cuda.commit_kv(self.kv.data, view.inputs.page_table, view.inputs.prefix_lens, walk)
         done = self._results.fetch(frame)
-        self._latest = DeviceFlight(layout, key, draw, frame, walk, done, prompt_logits, repeatable)
+        self._latest = DeviceFlight(layout, key, draw, frame, walk, done, prompt_logits, repeatable, out.hidden)
         return self._latest
 
     # ---------------------------------------------------------------- inputs
@@ -325,7 +344,13 @@ class DeviceRunner(ModelRunner):
         layout.clear()
         self._staging.flush()
         logits = self._logits[: key.rows]
-        return self._capturer.capture(lambda: self._pass.forward(layout.inputs, logits_out=logits))
+
+        def run() -> None:
+            out = self._pass.forward(layout.inputs, logits_out=logits, capture=self.capture)
+            for i, states in out.hidden.items():
+                self._hidden[i][: key.rows].copy_(states)
+
+        return self._capturer.capture(run)
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
