@@ -132,6 +132,8 @@ class EngineConfig:
     prefill_backend: what attends to prompt chunks on CUDA: "triton" (ours), "flashinfer" (refused without the package
         flashinfer-python, in fp32, or for heads it lacks) or "auto": FlashInfer where it can, else ours, with one
         warning that says why. FlashInfer compiles at first use, half a minute, and keeps the result on disk.
+    stall_seconds: a step that takes longer is reported once in the log, with the scheduler's state and the stacks of
+        all threads (None: never). The first steps on a GPU compile kernels: about 15 s.
     """
 
     dtype: str = "float32"
@@ -149,6 +151,7 @@ class EngineConfig:
     enforce_eager: bool = False
     graph_bytes: int = 2 * 2**30
     prefill_backend: str = "auto"
+    stall_seconds: float | None = 300.0
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
@@ -173,6 +176,8 @@ class EngineConfig:
             _flag(f"EngineConfig.{name}", getattr(self, name))
         if self.mask_padding_ids is not None:
             _flag("EngineConfig.mask_padding_ids", self.mask_padding_ids)
+        if self.stall_seconds is not None:
+            _real("EngineConfig.stall_seconds", self.stall_seconds, 0.0, 1e9, open_low=True)
         if self.seed is not None:
             check_seed(self.seed, "EngineConfig.seed")
         if not isinstance(self.speculation, SpeculationConfig):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from tlt_engine.engine.prompts import Prompt, as_list, as_prompt_list, check_ids
 from tlt_engine.engine.resident import Resident
 from tlt_engine.engine.sample import Request, Sample
 from tlt_engine.engine.stops import Stop
+from tlt_engine.engine.watchdog import Watchdog
 from tlt_engine.outputs import RequestOutput
 from tlt_engine.scheduler.scheduler import Scheduler
 from tlt_engine.speculation.drafter import Drafter
@@ -78,6 +80,8 @@ class RolloutEngine(Resident):
         self._loads = self.model.weights.loads
         self._fingerprint = self.model.weights.fingerprint()
         self.model.users.add(self)
+        seconds = self.config.stall_seconds
+        self._watchdog = None if seconds is None else Watchdog(seconds, self._describe)
 
     def _find_vocab_limit(self) -> int | None:
         """Ids at or beyond the tokenizer's length are padding rows of the head: never emitted."""
@@ -329,7 +333,8 @@ class RolloutEngine(Resident):
             self._take_new_weights(None)
         self._stepping = True
         try:
-            ran = self._core.step()
+            with self._watchdog.watching() if self._watchdog is not None else nullcontext():
+                ran = self._core.step()
         finally:
             self._stepping = False
         if not ran and self._core.samples:
@@ -337,6 +342,21 @@ class RolloutEngine(Resident):
                 f"the scheduler ran nothing with {len(self._core.samples)} unfinished samples "
                 f"({self.num_running} holding pages, {self._pool.free} of {self._pool.total} pages free)"
             )
+
+    def _describe(self) -> str:
+        """What the watchdog says of a step that does not end."""
+        scheduler, pages = self._core.scheduler, self._pool
+        lines = [
+            f"steps {self.steps}, pages free {pages.free} of {pages.total}, waiting {len(scheduler.waiting)}, "
+            f"weight version {self._core.version}"
+        ]
+        for kind, seqs in (("running", scheduler.running), ("prefilling", scheduler.prefilling)):
+            lines += [
+                f"{kind} seq {s.seq_id}: {len(s.token_ids)} tokens ({s.prompt_len} of the prompt), kv {s.kv_len}, "
+                f"pages {len(s.pages)}, group {s.group[:12]}"
+                for s in seqs
+            ]
+        return "\n".join(lines)
 
     def _on_end(self, sample: Sample) -> None:
         out, params = sample.output, sample.request.params
