@@ -2,7 +2,8 @@
 
     python -m bench.merge FILE [--commit SHA]
 
-FILE: the <area>.json of a run with --out. --commit: what was measured, for records made where git was not.
+FILE: the <area>.json of a run with --out. --commit: what was measured, for records made where git was not or knew
+another commit than that of the copied files; it replaces what they say.
 Knows nothing of what is measured.
 """
 
@@ -24,10 +25,9 @@ def merge(file: Path, commit: str | None = None, folder: Path = RESULTS) -> int:
     with _locked(target):
         kept = {_identity(entry): entry for entry in load(area, folder=folder)}
         for entry in fresh:
-            if entry["commit"] == "unknown":
-                if commit is None:
-                    raise ValueError(f"commit: expected the measured commit, got {entry['commit']!r}; pass --commit")
-                entry["commit"] = commit
+            if commit is None and entry["commit"] == "unknown":
+                raise ValueError(f"commit: expected the measured commit, got {entry['commit']!r}; pass --commit")
+            entry["commit"] = commit or entry["commit"]
             kept[_identity(entry)] = entry
         half = target.with_suffix(".json.new")  # a reader must never meet half a file
         half.write_text(json.dumps(list(kept.values()), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

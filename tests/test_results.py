@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import results, tables
+from bench import merge, results, tables
 
 
 def put(folder: Path, value: float = 4.2, **changes: object) -> dict:
@@ -159,3 +159,19 @@ def test_check_fails_on_a_stale_table_and_writes_nothing(
     assert tables.main(["--check"]) == 1 and "typed by hand" in readme.read_text()
     assert tables.main([]) == 0 and "typed by hand" not in readme.read_text()
     assert tables.main(["--check"]) == 0
+
+
+def test_merged_records_say_what_was_measured(tmp_path: Path) -> None:
+    away, here = tmp_path / "away", tmp_path / "here"
+    put(here, value=1.0, params={"batch": 1})
+    put(here, value=2.0, params={"batch": 2})
+    for commit in ("unknown", "0123456789ab"):  # git was not there, or knew the copy it was made from
+        entry = put(away, value=3.0, params={"batch": 2}) | {"commit": commit}
+        (away / "area.json").write_text(json.dumps([entry]))
+        assert merge.merge(away / "area.json", "f" * 40, here) == 1
+        kept = results.load("area", folder=here)
+        assert [e["value"] for e in kept] == [1.0, 3.0] and kept[1]["commit"] == "f" * 40
+    entry["commit"] = "unknown"
+    (away / "area.json").write_text(json.dumps([entry]))
+    with pytest.raises(ValueError, match="pass --commit"):
+        merge.merge(away / "area.json", None, here)
