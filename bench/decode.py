@@ -1,6 +1,6 @@
 """Whole engine steps of a 7B model on one GPU: plain decoding, verification, host gap, memory of the graphs.
 
-    PYTHONPATH=.:kernels python3 -m bench.decode --out DIR [--only plain,verify,profile,graphs]
+    PYTHONPATH=.:kernels python3 -m bench.decode --out DIR [--only plain,verify,profile,graphs,switches]
 
 The geometry of Qwen2.5-7B (bf16, 14.14 GB of weights read a step) with random weights, prompts of 128 random tokens,
 144 new ones. A step is RolloutEngine.step(): schedule, pass, draw, walk, commit, stops, outputs.
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ import torch
 
 from bench.results import record
 from tlt_engine import DraftTree, EngineConfig, Profile, RolloutEngine, SamplingParams, SpeculationConfig
-from tlt_engine.engine.device import DeviceRunner
+from tlt_engine.engine.device import DeviceFlight, DeviceRunner
+from tlt_engine.engine.sample import Request, Sample
 from tlt_engine.graphs.buckets import NODES, default_buckets
 from tlt_engine.graphs.capture import Capturer
 from tlt_engine.models.config import ModelConfig
@@ -34,6 +36,10 @@ from tlt_engine.models.loader import LoadedModel
 from tlt_engine.models.rope import RopeConfig
 from tlt_engine.models.transformer import Transformer
 from tlt_engine.models.weights import LoadReport
+from tlt_engine.outputs import CompletionOutput
+from tlt_engine.scheduler.sequence import Batch, Decode
+from tlt_engine.scheduler.sequence import Sequence as DecodingSequence
+from tlt_engine.types import StepOutputs
 
 COMMAND = "python -m bench.decode"
 PROMPT, NEW, WARM = 128, 144, 16
@@ -41,13 +47,23 @@ OFF = SpeculationConfig(method="off")
 MODEL = {"geometry": "Qwen2.5-7B", "dtype": "bf16", "prompt": PROMPT, "new": NEW}
 
 
-def qwen_7b(layers: int = 28, max_model_len: int = 4096) -> LoadedModel:
-    config = ModelConfig(
-        architecture="qwen2", hidden_size=3584, intermediate_size=18944, num_layers=layers, num_heads=28,
-        num_kv_heads=4, head_dim=128, vocab_size=152064, rms_norm_eps=1e-6, tie_word_embeddings=False, qkv_bias=True,
-        o_bias=False, mlp_bias=False, qk_norm=False, rope=RopeConfig(theta=1e6, rotary_dim=128), windows=(0,) * layers,
-        max_position_embeddings=32768,
-    )
+QWEN_7B = ModelConfig(
+    architecture="qwen2", hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28, num_kv_heads=4,
+    head_dim=128, vocab_size=152064, rms_norm_eps=1e-6, tie_word_embeddings=False, qkv_bias=True, o_bias=False,
+    mlp_bias=False, qk_norm=False, rope=RopeConfig(theta=1e6, rotary_dim=128), windows=(0,) * 28,
+    max_position_embeddings=32768,
+)
+SMALL = replace(
+    QWEN_7B, hidden_size=1024, intermediate_size=2816, num_layers=4, num_heads=8, num_kv_heads=2, vocab_size=32000,
+    windows=(0,) * 4,
+)
+
+
+def qwen_7b(max_model_len: int = 4096) -> LoadedModel:
+    return random_model(QWEN_7B, max_model_len)
+
+
+def random_model(config: ModelConfig, max_model_len: int) -> LoadedModel:
     model = Transformer(config, dtype=torch.bfloat16, device="cuda", max_model_len=max_model_len)
     generator = torch.Generator("cuda").manual_seed(0)
     for name, weight in model.named_weights():
@@ -71,10 +87,7 @@ class FullTrees:
         trees = []
         for c in contexts:
             keep = c.max_nodes if c.max_depth >= 4 else 1
-            tree = object.__new__(DraftTree)  # past the checks of __post_init__: siblings differ, parents stand first
-            object.__setattr__(tree, "tokens", (c.token_ids[-1], *self._drafts[: keep - 1]))
-            object.__setattr__(tree, "parents", self._parents[:keep])
-            trees.append(tree)
+            trees.append(DraftTree.trusted((c.token_ids[-1], *self._drafts[: keep - 1]), self._parents[:keep]))
         return trees
 
     def observe(self, context: Any, accepted: int) -> None: ...
@@ -165,7 +178,7 @@ def device_ms(engine: RolloutEngine, repeat: int = 20) -> tuple[float, float]:
         for _ in range(repeat):
             graph.replay()
             if draw:
-                runner._draw(flight.layout, flight.key, flight.draw, logits, [], False)
+                runner._draw(flight.layout, flight.key, flight.draw, StepOutputs(logits), [], False)
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / repeat
@@ -300,6 +313,73 @@ def one_graph_memory(model: LoadedModel, name: str) -> None:
     print(json.dumps({"graphs": len(wanted), "bytes": used, "static": static, "seconds": seconds, "warm": warm}))
 
 
+def switches(out: Path, count: int = 10_000, compare_every: int = 20) -> None:
+    """Random steps through all graphs of an engine of 256 samples and 64 nodes, each in another graph than the one
+    before, while a byte budget of 85 % throws the least recently used out. Every step must draw valid tokens; every
+    20th graph's logits must be those of an eager pass over the same inputs, bit for bit."""
+    engine = build(random_model(SMALL, 4096), 256, 64)
+    runner = engine._core.runner
+    assert isinstance(runner, DeviceRunner) and runner._graphs is not None
+    graphs = runner._graphs
+    engine.capture_graphs()
+    total, sizes = graphs.bytes, len(graphs.buckets.keys)
+    engine.release_graphs()  # from now on they come at first use
+    graphs.budget = int(0.85 * total)
+    runner.kv.data.normal_()
+    rng = random.Random(0)
+    samples = [decoding_sample(i, rng, runner.page_size) for i in range(256)]
+    begin, last, compared = time.perf_counter(), None, 0
+    for step in range(count):
+        key = rng.choice([k for k in graphs.buckets.keys if k is not last])
+        chosen, rows = rng.sample(samples, key.batch), key.rows - rng.randrange(key.nodes)
+        if graphs.buckets.choose(key.batch, rows) is not key:  # so much padding that another graph holds it
+            rows = key.rows
+        batch, trees = ragged_trees(chosen, rows, rng)
+        flight = runner.launch(batch, trees, chosen)
+        assert isinstance(flight, DeviceFlight) and flight.key == key, f"step {step}: not a flight of {key}"
+        tokens = [emitted.tokens for emitted in flight.result().emitted]
+        assert min(map(min, tokens)) >= 0, f"step {step}, {key}: no valid distribution"
+        if step % compare_every == 0:
+            by_graph = runner._logits[:rows].clone()
+            with torch.inference_mode():
+                runner._pass.forward(flight.layout.inputs, logits_out=runner._logits[: key.rows])
+            assert torch.equal(by_graph, runner._logits[:rows]), f"step {step}, {key}: not the eager pass's logits"
+            compared += 1
+        last = key
+    seconds, report = time.perf_counter() - begin, graphs.report()
+    evicted = sum(b["evictions"] for b in report["buckets"].values())
+    assert graphs.bytes <= graphs.budget and evicted > 0 and not report["refused"] and not report["eager_steps"]
+    print(f"switches: {count} through {sizes} graphs in {seconds:.1f} s, {evicted} evictions, {compared} compared with "
+          f"eager passes, {total / 1e6:.0f} MB of graphs, budget {graphs.budget / 1e6:.0f}", flush=True)
+    where = {"geometry": "4 layers of 1024", "dtype": "bf16", "graphs": sizes, "budget": 0.85}
+    record("gpu", "graphs.switches", count, "", where, command=COMMAND, folder=out)
+    record("gpu", "graphs.switch_evictions", evicted, "", where, command=COMMAND, folder=out)
+    record("gpu", "graphs.switch_compared", compared, "", where, command=COMMAND, folder=out)
+
+
+def decoding_sample(index: int, rng: random.Random, page_size: int) -> Sample:
+    """With KV of random length on pages of its own, as many as any tree of 64 nodes needs."""
+    width = -(-(200 + 64) // page_size)
+    params = SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=index)
+    seq = DecodingSequence(index, "", params, [0], 1, 4096, key=index, sample=0, kv_len=rng.randint(1, 200))
+    seq.pages = list(range(index * width, (index + 1) * width))
+    seq.token_ids = [rng.randrange(SMALL.vocab_size) for _ in range(seq.kv_len + 1)]
+    return Sample(Request(str(index), "", None, [0], 0, params), seq, CompletionOutput(0, "", [], []))
+
+
+def ragged_trees(samples: Sequence[Sample], rows: int, rng: random.Random) -> tuple[Batch, list[DraftTree]]:
+    """A tree for each, of random sizes up to 64 nodes that add up to `rows`."""
+    sizes = [1] * len(samples)
+    while (left := rows - sum(sizes)) > 0:
+        i = rng.randrange(len(samples))
+        sizes[i] += min(left, 64 - sizes[i], rng.randint(1, 2 * rows // len(samples)))
+    trees = []
+    for size in sizes:
+        parents = (-1, *(rng.randrange(max(0, i - 6), i) for i in range(1, size)))
+        trees.append(DraftTree.trusted(tuple(rng.sample(range(SMALL.vocab_size), size)), parents))
+    return Batch([Decode(s.seq, size) for s, size in zip(samples, sizes)], [], [], []), trees
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="folder for gpu.json (default: bench/results)")
@@ -308,6 +388,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", default="1x32,8x16,1x16,4x16")
     args = parser.parse_args(argv)
     parts, begin = args.only.split(","), time.perf_counter()
+    if parts == ["switches"]:
+        switches(args.out)
+        return
     model = qwen_7b()
     if parts[0].startswith("graphs:"):
         one_graph_memory(model, parts[0].removeprefix("graphs:"))
@@ -325,6 +408,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "profile" in parts:
         for batch, nodes in ((1, 1), (64, 1), (1, 32), (8, 16)):
             busy(model, batch, nodes, args.out)
+        print(f"({time.perf_counter() - begin:.0f} s)", flush=True)
+    if "switches" in parts:
+        switches(args.out)
         print(f"({time.perf_counter() - begin:.0f} s)", flush=True)
     if "graphs" in parts:
         graph_memory(args.out)

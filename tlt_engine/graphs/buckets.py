@@ -34,13 +34,14 @@ class Buckets:
     def __init__(self, keys: Iterable[GraphKey]) -> None:
         self.keys = tuple(sorted(set(keys), key=lambda k: (k.rows, k.batch), reverse=True))
         self._ascending = self.keys[::-1]
+        self._chosen: dict[tuple[int, int], GraphKey | None] = {}  # looking through 38 sizes takes 4 us, each step
 
     def choose(self, batch: int, rows: int) -> GraphKey | None:
         """The smallest size that holds the step: fewest rows, then fewest requests. None: no size does."""
-        for key in self._ascending:
-            if key.rows >= rows and key.batch >= batch:
-                return key
-        return None
+        if (batch, rows) not in self._chosen:
+            fits = (key for key in self._ascending if key.rows >= rows and key.batch >= batch)
+            self._chosen[batch, rows] = next(fits, None)
+        return self._chosen[batch, rows]
 
 
 def default_buckets(max_num_seqs: int, verify: int, max_rows: int = MAX_ROWS) -> Buckets:

@@ -94,7 +94,7 @@ class ModelFreeDrafter:
         )
         proposals = []
         for context, start, end in zip(contexts, indptr, indptr[1:]):
-            tree = DraftTree((context.token_ids[-1], *tokens[start + 1 : end]), tuple(parents[start:end]))
+            tree = DraftTree.trusted((context.token_ids[-1], *tokens[start + 1 : end]), tuple(parents[start:end]))
             proposals.append((tree, list(chances[start:end])))
         return proposals
 

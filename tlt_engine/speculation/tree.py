@@ -46,6 +46,15 @@ class DraftTree:
             seen.add(edge)
 
     @staticmethod
+    def trusted(tokens: tuple[int, ...], parents: tuple[int, ...]) -> DraftTree:
+        """Past the checks, which take 7 us for 32 nodes while the GPU waits: for makers of trees whose siblings differ
+        and whose parents stand first by construction."""
+        tree = object.__new__(DraftTree)
+        object.__setattr__(tree, "tokens", tokens)
+        object.__setattr__(tree, "parents", parents)
+        return tree
+
+    @staticmethod
     def root(token: int) -> DraftTree:
         return DraftTree((token,), (-1,))
 
