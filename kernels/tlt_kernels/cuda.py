@@ -262,3 +262,12 @@ def copy_bytes(to: Tensor, source: Tensor, start: int, end: int, device: torch.d
     extension().cuda_copy(
         to.data_ptr() + start, source.data_ptr() + start, end - start, stream=current_stream(device)
     )
+
+
+def copy_block(
+    to: Tensor, source: Tensor, start: int, pitch: int, width: int, rows: int, device: torch.device
+) -> None:
+    """As copy_bytes, for `rows` runs of `width` bytes, the first at `start`, each `pitch` bytes behind the last."""
+    extension().cuda_copy_block(
+        to.data_ptr() + start, source.data_ptr() + start, pitch, width, rows, stream=current_stream(device)
+    )
