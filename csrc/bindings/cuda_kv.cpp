@@ -58,5 +58,12 @@ void bind_cuda_kv(py::module_& m) {
         tlt::cuda::copy_async(at<void>(to), at<void>(from), bytes, stream);
       },
       py::arg("to"), py::arg("from_"), py::arg("bytes"), py::kw_only(), py::arg("stream"));
+  m.def(
+      "cuda_copy_block",
+      [](uint64_t to, uint64_t from, int64_t pitch, int64_t bytes, int64_t rows, uint64_t stream) {
+        tlt::cuda::copy_block_async(at<void>(to), at<void>(from), pitch, bytes, rows, stream);
+      },
+      py::arg("to"), py::arg("from_"), py::arg("pitch"), py::arg("bytes"), py::arg("rows"), py::kw_only(),
+      py::arg("stream"));
 }
 #endif

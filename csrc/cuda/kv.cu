@@ -186,4 +186,9 @@ void copy_async(void* to, const void* from, int64_t bytes, uint64_t stream) {
   if (bytes > 0) check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, as_stream(stream)), "copy_async");
 }
 
+void copy_block_async(void* to, const void* from, int64_t pitch, int64_t bytes, int64_t rows, uint64_t stream) {
+  if (bytes <= 0 || rows <= 0) return;
+  check(cudaMemcpy2DAsync(to, pitch, from, pitch, bytes, rows, cudaMemcpyDefault, as_stream(stream)), "copy_block_async");
+}
+
 }  // namespace tlt::cuda

@@ -42,4 +42,7 @@ void step_inputs(const int32_t* node_indptr, const int32_t* depths, const int32_
 // cudaMemcpyAsync between pinned host memory and the device, either way.
 void copy_async(void* to, const void* from, int64_t bytes, uint64_t stream);
 
+// The same for `rows` runs of `bytes`, `pitch` bytes from one to the next on both sides.
+void copy_block_async(void* to, const void* from, int64_t pitch, int64_t bytes, int64_t rows, uint64_t stream);
+
 }  // namespace tlt::cuda

@@ -161,6 +161,11 @@ class PlayedOps:
                 slots[row] = page_table[b, slot // page] * page + slot % page
 
 
+def played_copy_block(to: Tensor, source: Tensor, start: int, pitch: int, width: int, rows: int, where: Any) -> None:
+    for at in range(start, start + rows * pitch, pitch):
+        to[at : at + width] = source[at : at + width]
+
+
 @contextmanager
 def emulation(buckets: Buckets | None = BUCKETS, graph_bytes: int = 10**9, memory: int = 10**9) -> Iterator[None]:
     """Engines built inside run on the GPU's runner, played on the CPU."""
@@ -182,6 +187,7 @@ def emulation(buckets: Buckets | None = BUCKETS, graph_bytes: int = 10**9, memor
         patch.setattr(engine, "build_runner", build_runner)
         patch.setattr(staging, "pinned", lambda size: torch.empty(size, dtype=torch.uint8))
         patch.setattr(staging, "copy_bytes", lambda to, source, a, b, where: to[a:b].copy_(source[a:b]))
+        patch.setattr(staging, "copy_block", played_copy_block)
         patch.setattr(device, "Capturer", PlayedCapturer)
         patch.setattr(device, "CudaPass", PlayedPass)
         patch.setattr(device, "cuda", PlayedOps)

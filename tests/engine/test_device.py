@@ -16,7 +16,7 @@ from tests.drafters import AdversarialDrafter, ReplayDrafter
 from tests.engine.emulated import BUCKETS, PlayedOps, emulation
 from tests.engine.engines import OFF, greedy, shared_hf, tiny_engine, tokens
 from tlt_engine import DraftTree, RolloutEngine, SamplingParams
-from tlt_engine.engine import build, device
+from tlt_engine.engine import build, device, staging
 from tlt_engine.engine import engine as engine_module
 from tlt_engine.engine.layout import Layout, frame_sections
 from tlt_engine.engine.packing import Lanes, StepBuffers, noise_ids, pack_step
@@ -166,8 +166,60 @@ def test_sabotage_a_step_ahead_of_stale_tokens_is_seen(monkeypatch, ahead):
 
 def test_sabotage_pages_not_refreshed_are_seen(monkeypatch, ahead):
     monkeypatch.setattr(device.DeviceRunner, "_refresh_pages", lambda *args: None)
-    assert tokens(tiny_engine().generate(PROMPTS, PLAIN)) != cpu(PROMPTS, PLAIN)
+    assert other_tokens_or_a_slot_of_nobody()
     assert ahead
+
+
+def other_tokens_or_a_slot_of_nobody(**config: Any) -> bool:
+    """What an entry of the page table that did not arrive comes to."""
+    expected = cpu(PROMPTS, PLAIN)
+    try:
+        return tokens(tiny_engine(**config).generate(PROMPTS, PLAIN)) != expected
+    except (ValueError, IndexError) as error:
+        return "slots" in str(error) or "index" in str(error)
+
+
+@pytest.fixture
+def table_bytes(monkeypatch) -> list[int]:
+    """Every frame's page table is copied in part; bytes of each such copy."""
+    copied: list[int] = []
+    honest = staging.copy_block
+
+    def counting(to, source, start, pitch, width, rows, where):
+        copied.append(width * rows)
+        honest(to, source, start, pitch, width, rows, where)
+
+    monkeypatch.setattr(staging, "WIDE", 0)
+    monkeypatch.setattr(staging, "copy_block", counting)
+    return copied
+
+
+@pytest.mark.parametrize("drafter", [None, AdversarialDrafter(64)])
+def test_of_a_long_page_table_only_the_part_in_use_is_copied(drafter, ahead, table_bytes):
+    engine = tiny_engine(drafter=drafter, max_num_seqs=8)
+    assert tokens(engine.generate(PROMPTS, PLAIN)) == cpu(PROMPTS, PLAIN)
+    engine.check_integrity()
+    pages = -(-(max(map(len, PROMPTS)) + PLAIN.max_tokens + 16) // 4)
+    assert 0 < max(table_bytes) <= 8 * pages * 4  # of 8 rows of 96 pages
+    assert drafter is not None or ahead
+
+
+@pytest.mark.parametrize("short", ["rows", "columns", "behind"])
+def test_sabotage_a_part_too_small_is_seen(short, monkeypatch, table_bytes):
+    honest = staging.Staging.flush_block
+
+    def smaller(self, frame, rows, columns):
+        if short == "rows":
+            rows = (rows[0], max(rows[1] - 1, rows[0]))
+        if short == "columns":
+            columns = (columns[0], max(columns[1] - 1, columns[0]))
+        if short == "behind":
+            columns = (columns[0] + 1, columns[1] + 1)
+        frame.device[frame.table].fill_(60)
+        honest(self, frame, rows, columns)
+
+    monkeypatch.setattr(staging.Staging, "flush_block", smaller)
+    assert other_tokens_or_a_slot_of_nobody(max_num_seqs=8)
 
 
 def test_requests_that_come_and_go_between_steps(ahead):
@@ -370,7 +422,7 @@ def test_what_does_not_fit_behind_a_frame_goes_on_its_own():
         where.begin(frame)
         frame.host["a"][:], frame.host["b"][:] = range(5), [7, 8, 9]
         small, large = where.put(torch.tensor([1.5, 2.5])), where.put(torch.arange(100))
-        where.flush()
+        where.flush(frame, 0, 0)
         assert frame.device["a"].tolist() == [0, 1, 2, 3, 4] and frame.device["b"].tolist() == [7, 8, 9]
         assert small.tolist() == [1.5, 2.5] and torch.equal(large, torch.arange(100))
     assert small.data_ptr() - frame.device["a"].data_ptr() == frame.end == 64  # equal steps, equal addresses

@@ -51,8 +51,8 @@ def result_sections(requests: int, rows: int, steps: int) -> Sections:
 @dataclass
 class _Draw:
     """What the draw after a pass needs, and what a step ahead takes over. nodes: rows of each request. steps: columns
-    of the walk, the deepest node's depth + 1. lanes: None for a step with chunks. pages: each sequence's, as the
-    device has them."""
+    of the walk, the deepest node's depth + 1. lanes: None for a step with chunks. pages: how many of each sequence's
+    pages the device knows."""
 
     view: DeviceView
     nodes: Seq[int]
@@ -61,7 +61,7 @@ class _Draw:
     want_raw: bool
     samples: Seq[Sample]
     lanes: Lanes | None
-    pages: list[list[int]]
+    pages: list[int]
 
 
 @dataclass
@@ -183,7 +183,7 @@ class DeviceRunner(ModelRunner):
         self._staging.begin(layout.frame)
         rows, deepest = layout.fill_decodes(trees, lanes)
         params = None if lanes.plain else self._put_params(lanes, layout, trees, rows)
-        self._flush(copies)
+        self._flush(copies, layout.frame, [s.seq for s in lanes.samples])
         if graph is not None and key is not None:
             graph.replay()
         with torch.inference_mode():
@@ -201,7 +201,7 @@ class DeviceRunner(ModelRunner):
             # What a step ahead may not change: biases hold until min_tokens, histories grow.
             constant = params.bias_row is None and params.history_row is None
             repeatable = len(trees) == rows and graph is not None and constant
-            pages = [list(s.seq.pages) for s in lanes.samples] if repeatable else []
+            pages = [len(s.seq.pages) for s in lanes.samples] if repeatable else []
             draw = _Draw(view, nodes, params, deepest + 1, lanes.wants_raw, lanes.samples, lanes, pages)
             return self._draw(layout, key, draw, out, [], repeatable)
 
@@ -220,7 +220,7 @@ class DeviceRunner(ModelRunner):
         if trees:
             params = self._put(row_params(samples, packed, self.eos_ids, self.model.config.vocab_size), layout, rows)
         inputs = self._logit_rows(layout.inputs, packed)
-        self._flush(batch.copies)
+        self._flush(batch.copies, layout.frame, [d.seq for d in batch.decodes] + [c.seq for c in batch.chunks])
         host = packed.inputs
         chunks = Chunks(len(trees), rows, host.prefix_lens, host.node_indptr, host.page_table)
         out = self._pass.forward(inputs, chunks=chunks, capture=self.capture)
@@ -303,10 +303,11 @@ class DeviceRunner(ModelRunner):
         temperature = layout.frame.device["temperature"][:rows]
         return RowParams(temperature, **{name: self._staging.put(value) for name, value in given.items()})
 
-    def _flush(self, copies: list[tuple[int, int]]) -> None:
-        """Sends the step's inputs, then makes the page copies of the scheduler."""
+    def _flush(self, copies: list[tuple[int, int]], frame: Frame, sequences: Seq[Sequence]) -> None:
+        """Sends the inputs of a step of these sequences, then makes the page copies of the scheduler."""
         pages = [self._staging.put(torch.tensor(ends)) for ends in zip(*copies)]
-        self._staging.flush()
+        columns = max(len(seq.pages) for seq in sequences) if frame.wide else 0
+        self._staging.flush(frame, len(sequences), columns)
         if pages:
             copy_pages(self.kv.data, *pages)
 
@@ -317,14 +318,16 @@ class DeviceRunner(ModelRunner):
         return replace(inputs, logit_rows=self._staging.put(wanted))
 
     def _refresh_pages(self, layout: Layout, draw: _Draw, sequences: Seq[Sequence]) -> None:
-        changed = [i for i, seq in enumerate(sequences) if seq.pages != draw.pages[i]]
+        known = draw.pages  # a sequence that runs only gets pages, behind those it has
+        changed = [i for i, seq in enumerate(sequences) if len(seq.pages) != known[i]]
         if changed:
             self._staging.wait()
-            table = layout.frame.host["page_table"]
+            table, first = layout.frame.host["page_table"], min(known[i] for i in changed)
             for i in changed:
-                pages = draw.pages[i] = list(sequences[i].pages)
-                table[i, : len(pages)] = pages
-            self._staging.flush_section(layout.frame, "page_table")
+                table[i, known[i] : len(sequences[i].pages)] = sequences[i].pages[known[i] :]
+                known[i] = len(sequences[i].pages)
+            end = max(known[i] for i in changed)
+            self._staging.flush_block(layout.frame, (changed[0], changed[-1] + 1), (first, end))
 
     # ---------------------------------------------------------------- graphs
 
@@ -342,7 +345,7 @@ class DeviceRunner(ModelRunner):
         self._latest = None
         self._staging.begin(layout.frame)
         layout.clear()
-        self._staging.flush()
+        self._staging.flush(layout.frame, 0, 0)
         logits = self._logits[: key.rows]
 
         def run() -> None:

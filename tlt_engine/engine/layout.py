@@ -55,6 +55,7 @@ class Layout:
             d["token_ids"], d["positions"], d["slots"], d["page_table"], d["prefix_lens"], d["node_indptr"],
             d["ancestors"], d["causal"], logit_rows=d["positions"],  # as many as rows: all of them
         )
+        self._page_size = page_size
         self._host = {name: torch.from_numpy(frame.host[name]) for name in frame.host}
         self._arrays = extension().StepArrays(
             [tensor.data_ptr() for tensor in self._host.values()], rows=len(d["token_ids"]),
@@ -74,8 +75,11 @@ class Layout:
         requests, rows, drawn = len(step.prefix_lens), len(step.token_ids), packed.decode_rows
         for name in ("token_ids", "positions", "slots", "ancestors"):
             host[name][:rows] = getattr(step, name).numpy()
-        for name in ("page_table", "prefix_lens", "causal"):
+        for name in ("prefix_lens", "causal"):
             host[name][:requests] = getattr(step, name).numpy()
+        keys = step.prefix_lens.numpy() + np.diff(step.node_indptr.numpy())
+        columns = -(-int(keys.max(initial=0)) // self._page_size)  # behind them nothing is read
+        host["page_table"][:requests, :columns] = step.page_table.numpy()[:, :columns]
         host["node_indptr"][: requests + 1] = step.node_indptr.numpy()
         for name in ("keys", "samples", "segments"):
             host[name][:drawn] = getattr(ids, name).numpy()
@@ -91,7 +95,7 @@ class Layout:
         for name in ("token_ids", "positions", "ancestors"):
             host[name][rows:] = 0
         host["slots"][rows:] = self._pad_slots[rows:]
-        for name in ("page_table", "prefix_lens", "causal"):
+        for name in ("prefix_lens", "causal"):
             host[name][requests:] = 0
         host["node_indptr"][requests:] = rows
         for name in ("keys", "samples", "segments", "draws", "temperature", "parents", "depths"):
