@@ -91,10 +91,15 @@ class Profile:
 class SpeculationConfig:
     """How to speculate.
 
-    method: "model_free" (suffix automaton over the request, its siblings and earlier rollouts of the prompt), "custom"
-        (a Drafter passed to RolloutEngine) or "off".
+    method: "model_free" (suffix automaton over the request, its siblings and earlier rollouts of the prompt), "learned"
+        (an EagleModel passed to RolloutEngine), "custom" (a Drafter passed to RolloutEngine) or "off".
     profile: the shape of the draft trees.
     min_chance: a draft node is kept only if its estimated chance to be accepted is at least this; rows are not free.
+    enable_below: speculate only while running and queued samples are at most this many (None: always). It takes
+        speculation.elastic.HOLD steps on the other side to switch, either way.
+    shared_noise: the learned drafter proposes the best of log q + noise, the noise being the target's own, and not the
+        best of q alone. ranking: which of its nodes are kept: "noise", by their estimated chance given that noise, or
+        "q". merge_model_free: the model-free drafter's proposals compete with the learned ones.
     audit: share of requests re-decoded without speculation and compared; differences are counted in stats().
     model_free_bytes: memory budget of the model-free drafter's automata, oldest prompts dropped first.
     """
@@ -102,15 +107,26 @@ class SpeculationConfig:
     method: str = "model_free"
     profile: Profile = field(default_factory=lambda: Profile(depth=8, top_k=4, verify=16))
     min_chance: float = 0.08
+    enable_below: int | None = None
+    shared_noise: bool = True
+    ranking: str = "noise"
+    merge_model_free: bool = False
     audit: float = 0.0
     model_free_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:
-        if self.method not in ("model_free", "custom", "off"):
-            raise refuse("SpeculationConfig.method", "'model_free', 'custom' or 'off'", self.method, "pick one")
+        methods = ("model_free", "learned", "custom", "off")
+        if self.method not in methods:
+            raise refuse("SpeculationConfig.method", f"one of {', '.join(methods)}", self.method, "pick one")
         if not isinstance(self.profile, Profile):
             raise refuse("SpeculationConfig.profile", "a Profile(depth, top_k, verify)", self.profile, "build one")
         _real("SpeculationConfig.min_chance", self.min_chance, 0.0, 1.0)
+        if self.enable_below is not None:
+            _integer("SpeculationConfig.enable_below", self.enable_below, 0)
+        for name in ("shared_noise", "merge_model_free"):
+            _flag(f"SpeculationConfig.{name}", getattr(self, name))
+        if self.ranking not in ("noise", "q"):
+            raise refuse("SpeculationConfig.ranking", "'noise' or 'q'", self.ranking, "pick one")
         _real("SpeculationConfig.audit", self.audit, 0.0, 1.0)
         _integer("SpeculationConfig.model_free_bytes", self.model_free_bytes, 0)
 

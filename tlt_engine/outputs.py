@@ -81,6 +81,7 @@ class CompletionOutput:
     logprobs: one dict {id: Logprob} a token when SamplingParams.logprobs is set, the sampled id always among them.
     finish_reason: "stop", "length", "abort", "paused" (token_quota), or "error"; None while running. stop_reason: the
     stop id or string that matched (None for EOS), or the error's text.
+    drafter_versions: spans of tokens from passes with drafts of a learned drafter, by its version; others are in none.
     finish_order: 0 for the first sample of the engine's life to end, then rising; None for a paused or running one.
     preemptions: how often its KV was dropped for want of pages and computed again; known once it has ended.
     """
@@ -94,6 +95,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     weight_versions: list[WeightSpan] = field(default_factory=list)
+    drafter_versions: list[WeightSpan] = field(default_factory=list)
     finish_order: int | None = None
     noise: NoiseIdentity | None = None
     spec: SpecCounts = field(default_factory=SpecCounts)
@@ -102,6 +104,15 @@ class CompletionOutput:
     @property
     def cumulative_logprob(self) -> float:
         return float(sum(self.sampled_logprobs))
+
+    def add_drafter_version(self, version: str, count: int) -> None:
+        """The last `count` tokens came from a pass with drafts of this version."""
+        end = len(self.token_ids)
+        spans = self.drafter_versions
+        if spans and spans[-1].version == version and spans[-1].end == end - count:
+            spans[-1] = spans[-1]._replace(end=end)
+        elif count:
+            spans.append(WeightSpan(version, end - count, end))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,10 @@ from tlt_engine.graphs.buckets import default_buckets
 from tlt_engine.kvcache.pages import PagePool
 from tlt_engine.kvcache.prefix import PrefixCache
 from tlt_engine.kvcache.storage import KVStorage
-from tlt_engine.models import LoadedModel, Transformer, load_model
+from tlt_engine.models import EagleModel, LoadedModel, Transformer, load_model
+from tlt_engine.speculation.drafter import Drafter
+from tlt_engine.speculation.learned import EagleDrafter
+from tlt_engine.speculation.model_free import ModelFreeDrafter
 from tlt_engine.types import MAX_NODES
 
 DEFAULT_KV_BYTES = 2 * 2**30
@@ -81,6 +84,35 @@ def build_buffers(config: EngineConfig, tokens: int) -> StepBuffers:
     rows = 2 * config.max_num_batched_tokens + trees + config.max_num_seqs
     pages = -(-(tokens + MAX_NODES) // config.page_size)
     return StepBuffers(rows, 2 * config.max_num_seqs, pages)
+
+
+def check_drafter(method: str, given: Any) -> None:
+    learned, custom = isinstance(given, EagleModel), given is not None and not isinstance(given, EagleModel)
+    if (method == "learned") != learned or (method == "custom") != custom:
+        expected = (
+            "a Drafter exactly when SpeculationConfig.method is 'custom', an EagleModel exactly when it is 'learned'"
+        )
+        raise refuse("drafter", expected, type(given).__name__, f"the method is {method!r}")
+
+
+def build_drafter(
+    config: EngineConfig, given: Any, model: Transformer, max_model_len: int, *, eos_ids: list[int],
+    vocab_limit: int | None,
+) -> Drafter | None:
+    """given: RolloutEngine's drafter. A learned one is copied, to the target's dtype and device: what the caller does
+    with its own, training for one, changes nothing here."""
+    spec = config.speculation
+    if spec.method in ("custom", "off"):
+        return given
+    model_free = ModelFreeDrafter(spec, eos_ids)
+    if spec.method == "model_free":
+        return model_free
+    own = EagleModel(given.config, dtype=model.dtype, device=model.device)
+    own.copy_from(given)
+    return EagleDrafter(
+        own.bind(model), spec, lanes=config.max_num_seqs, max_model_len=max_model_len, eos_ids=eos_ids,
+        vocab_limit=vocab_limit, page_size=config.page_size, model_free=model_free if spec.merge_model_free else None,
+    )
 
 
 def build_runner(

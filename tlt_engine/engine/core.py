@@ -15,6 +15,7 @@ from tlt_engine.engine.stops import Stop, StopRule
 from tlt_engine.scheduler.scheduler import Scheduler
 from tlt_engine.scheduler.sequence import Batch, Decode, Sequence, Status
 from tlt_engine.speculation.drafter import DraftContext, Drafter
+from tlt_engine.speculation.elastic import Elastic
 from tlt_engine.speculation.hidden import HiddenRecorder
 from tlt_engine.speculation.tree import DraftTree, clip_trees
 from tlt_engine.types import MAX_NODES
@@ -42,6 +43,7 @@ class EngineCore:
     ) -> None:
         self.scheduler, self.runner, self.drafter = scheduler, runner, drafter
         self.speculation = speculation
+        self.elastic = Elastic(speculation.enable_below)
         self.counters = Counters()
         self.samples: dict[int, Sample] = {}  # unfinished, by seq_id
         self.version = "0"
@@ -80,6 +82,7 @@ class EngineCore:
     def step(self) -> bool:
         """One target pass over everything that runs. False when nothing could."""
         batch: Batch | None = None
+        self.elastic.step(len(self.samples))
         if self._ahead is None or not any(self._rides(self._ahead)):
             batch = self.scheduler.schedule(self._max_nodes)
             if not batch:
@@ -128,7 +131,7 @@ class EngineCore:
         return replace(current, lengths=[n + 1 for n in current.lengths], flight=flight)
 
     def _drafts(self, current: Pass) -> bool:
-        return self.drafter is not None and any(s.seq.speculate for s in current.samples)
+        return self.drafter is not None and self.elastic.on and any(s.seq.speculate for s in current.samples)
 
     def _goes_on(self, current: Pass) -> bool:
         """Whether schedule() would come to the same samples and trees as large again, if none of them ends. The drafter
@@ -238,7 +241,7 @@ class EngineCore:
             # A scoring sample takes the prefill budget's share, so that logits of one step stay small.
             share = max(self.scheduler.max_num_batched_tokens // self._scoring, 1)
             return min(share, MAX_NODES, len(sample.forced) - len(sample.output.token_ids))
-        if self.drafter is None or not seq.speculate:
+        if self.drafter is None or not self.elastic.on or not seq.speculate:
             return 1
         return self.speculation.profile.verify
 
@@ -324,6 +327,9 @@ class EngineCore:
     def _count_pass(self, sample: Sample, tree: DraftTree, accepted: int, kept: int) -> None:
         for counts in (self.counters.spec, sample.output.spec):
             counts.add_pass(len(tree), max(tree.depths), accepted, kept)
+        version = getattr(self.drafter, "version", None)
+        if version is not None and len(tree) > 1:
+            sample.output.add_drafter_version(version, kept)
 
     def _take_prompt_logits(self, result: StepResult) -> None:
         for chunk, logits in result.prompt_logits:

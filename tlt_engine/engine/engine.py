@@ -6,7 +6,7 @@ Nothing global is touched: not the caller's RNG, grad mode, default device or pr
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from tlt_engine.config import EngineConfig, SamplingParams, refuse
-from tlt_engine.engine.build import build_kv, build_model, build_runner
+from tlt_engine.engine.build import build_drafter, build_kv, build_model, build_runner, check_drafter
 from tlt_engine.engine.core import EngineCore
 from tlt_engine.engine.intake import Intake
 from tlt_engine.engine.prompts import Prompt, as_list, as_prompt_list, check_ids, params_for_each
@@ -23,15 +23,18 @@ from tlt_engine.engine.resident import Resident
 from tlt_engine.engine.sample import Request, Sample
 from tlt_engine.engine.stops import Stop
 from tlt_engine.engine.watchdog import Watchdog
+from tlt_engine.models import EagleModel
 from tlt_engine.outputs import RequestOutput
 from tlt_engine.scheduler.scheduler import Scheduler
 from tlt_engine.speculation.drafter import Drafter
-from tlt_engine.speculation.model_free import ModelFreeDrafter
+from tlt_engine.speculation.hidden import HiddenRecorder
+from tlt_engine.speculation.learned import EagleDrafter
 
 
 class RolloutEngine(Resident):
     """model: a Hugging Face folder, an in-memory transformers model (weights are copied), or a LoadedModel.
-    tokenizer: overrides the one found beside the model. drafter: required with SpeculationConfig(method="custom").
+    tokenizer: overrides the one found beside the model. drafter: an EagleModel, which is copied, with
+    SpeculationConfig(method="learned"); a Drafter with method="custom".
 
     Thread-safe: calls from several threads interleave step by step. Bad input raises ValueError before anything
     changes, and leaves the engine and its other requests unharmed.
@@ -41,16 +44,15 @@ class RolloutEngine(Resident):
     is inside a step of one of them."""
 
     def __init__(
-        self, model: Any, config: EngineConfig | None = None, *, tokenizer: Any = None, drafter: Drafter | None = None
+        self, model: Any, config: EngineConfig | None = None, *, tokenizer: Any = None,
+        drafter: Drafter | EagleModel | None = None,
     ) -> None:
         super().__init__()
         self.config = config if config is not None else EngineConfig()
         if not isinstance(self.config, EngineConfig):
             raise refuse("config", "an EngineConfig", type(config).__name__, "build one")
         spec = self.config.speculation
-        if (spec.method == "custom") != (drafter is not None):
-            raise refuse("drafter", "a Drafter exactly when SpeculationConfig.method is 'custom'", drafter,
-                         f"the method is {spec.method!r}")
+        check_drafter(spec.method, drafter)
         loaded = build_model(model, self.config)
         self.model, self.model_config = loaded.model, loaded.config
         self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
@@ -65,9 +67,11 @@ class RolloutEngine(Resident):
         runner = build_runner(
             self.config, self.model, kv, self.max_model_len, vocab_limit=self.vocab_limit, eos_ids=self.eos_ids
         )
-        if spec.method == "model_free":
-            drafter = ModelFreeDrafter(spec, sorted(self.eos_ids))
-        self._core = EngineCore(scheduler, runner, drafter, spec, self._on_end)
+        own = build_drafter(
+            self.config, drafter, self.model, self.max_model_len, eos_ids=sorted(self.eos_ids),
+            vocab_limit=self.vocab_limit,
+        )
+        self._core = EngineCore(scheduler, runner, own, spec, self._on_end)
         self._intake = Intake(
             vocab_size=self.model_config.vocab_size, max_model_len=self.max_model_len, tokenizer=self.tokenizer,
             seed=self.config.seed, can_fit=scheduler.can_ever_fit,
@@ -243,6 +247,33 @@ class RolloutEngine(Resident):
         """Samples that hold KV pages now."""
         return len(self._core.scheduler.running) + len(self._core.scheduler.prefilling)
 
+    # ---------------------------------------------------------------- the learned drafter
+
+    def update_drafter(self, source: EagleModel | Mapping[str, Tensor], *, version: str | int | None = None) -> str:
+        """Copy new weights into the learned drafter, in place and between steps: an EagleModel of the same shape, or
+        {SpecForge name: tensor}. Refused whole if a name or shape differs. Its K and V are computed again from hidden
+        states it has kept; the target runs no further. Returns the version (default: a count), which outputs show in
+        drafter_versions."""
+        with self._lock:
+            self._refuse_inside_step("update_drafter")
+            drafter = self._core.drafter
+            if not isinstance(drafter, EagleDrafter):
+                raise refuse("update_drafter", "an engine with SpeculationConfig(method='learned')",
+                             self.config.speculation.method, "build one with a drafter")
+            return drafter.load(source, version)
+
+    def record_hidden(self, recorder: HiddenRecorder) -> None:
+        """Hand it the hidden states of committed tokens from the next pass on: a training.HiddenStateBuffer, say. While
+        anybody takes them, plain steps are not launched ahead of their outputs."""
+        with self._lock:
+            self._refuse_inside_step("record_hidden")
+            self._core.attach(recorder)
+
+    def stop_recording(self, recorder: HiddenRecorder) -> None:
+        with self._lock:
+            self._refuse_inside_step("stop_recording")
+            self._core.detach(recorder)
+
     # ---------------------------------------------------------------- upkeep
 
     def reset_prefix_cache(self) -> None:
@@ -267,6 +298,9 @@ class RolloutEngine(Resident):
                     "buffers": core.runner.buffer_bytes,
                     "drafter": 0 if core.drafter is None else core.drafter.memory_bytes(),
                 },
+                "drafter": core.drafter.stats() if isinstance(core.drafter, EagleDrafter) else None,
+                "speculating": core.drafter is not None and core.elastic.on,
+                "speculation_switches": core.elastic.switches,
                 "graphs": core.runner.graph_report(),
                 "prefill_backend": core.runner.prefill_backend,
             }

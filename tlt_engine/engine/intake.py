@@ -164,7 +164,8 @@ class Intake:
             out, token_ids=list(out.token_ids), sampled_logprobs=list(out.sampled_logprobs),
             raw_logprobs=None if out.raw_logprobs is None else list(out.raw_logprobs),
             logprobs=None if out.logprobs is None else list(out.logprobs),
-            weight_versions=list(out.weight_versions), spec=out.spec.copy(),
+            weight_versions=list(out.weight_versions), drafter_versions=list(out.drafter_versions),
+            spec=out.spec.copy(),
             finish_reason=None if paused else out.finish_reason,
         )
         sample = Sample(request, seq, output)
