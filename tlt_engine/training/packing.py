@@ -67,9 +67,12 @@ def pack(
     )
 
 
-def pack_pieces(buffer: HiddenStateBuffer, pieces: Sequence[Piece], device: torch.device) -> PackedRows:
-    """The pieces of a draw, copied to `device`. A sequence with a value that is not finite is zeroed, made unusable and
-    dropped from the buffer. Waits for the copies, as the pieces go back to the buffer behind the call."""
+def pack_pieces(
+    buffer: HiddenStateBuffer, pieces: Sequence[Piece], device: torch.device
+) -> tuple[PackedRows, int]:
+    """The pieces of a draw, copied to `device`, and how many of them can be trained on. A sequence with a value that is
+    not finite is zeroed, made unusable and dropped from the buffer. Waits for the copies, as the pieces go back to the
+    buffer behind the call."""
     rows = [piece.rows for piece in pieces]
     states = torch.empty(sum(rows), buffer.width, dtype=buffer.dtype, device=device)
     finite = []
@@ -82,4 +85,4 @@ def pack_pieces(buffer: HiddenStateBuffer, pieces: Sequence[Piece], device: torc
             block.zero_()
             buffer.reject(piece)
     tokens, firsts = [piece.tokens for piece in pieces], [piece.first for piece in pieces]
-    return pack(tokens, states[:, buffer.aux_columns], states[:, buffer.last_columns], firsts, good)
+    return pack(tokens, states[:, buffer.aux_columns], states[:, buffer.last_columns], firsts, good), sum(good)
