@@ -110,10 +110,10 @@ class EaglePass:
         logical = beam.root[:, None] + 1 + above + torch.arange(width, device=tokens.device)
         page = self.lanes.kv.page_size
         slots = beam.table.gather(1, logical // page).long() * page + logical % page
-        positions = (beam.position + beam.depth)[:, None].expand(batch, width)
+        positions = (beam.position + beam.depth).repeat_interleave(width)
         embeds = F.embedding(tokens.flatten(), self.model.embedding)
         inputs, residual = self._enter(embeds, hidden.flatten(0, 1))
-        q = self._write(inputs, positions.flatten(), slots.flatten()).unflatten(0, (batch, width))
+        q = self._write(inputs, positions, slots.flatten()).unflatten(0, (batch, width))
 
         self._grow(beam, q, parents)
         assert beam.queries is not None
