@@ -143,6 +143,8 @@ class EngineConfig:
         max_model_len need if that is less than 2 GiB, else 2 GiB.
     seed: root of the keys of requests without a seed; None: OS entropy.
     mask_padding_ids: never emit ids at or beyond the tokenizer's length (None: yes when a tokenizer is known).
+    batch_invariant: a token's logits depend, bit for bit, on its own context alone: not on speculation, the batch,
+        chunks, preemption or prefix hits. On CUDA; on the CPU fp32 has it anyway and other dtypes are refused.
     enforce_eager: no CUDA graphs, as in vLLM. graph_bytes: device memory for all captured graphs together; the least
         recently used are dropped beyond it. Both matter on CUDA only.
     prefill_backend: what attends to prompt chunks on CUDA: "triton" (ours), "flashinfer" (refused without the package
@@ -164,6 +166,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     seed: int | None = None
     mask_padding_ids: bool | None = None
+    batch_invariant: bool = False
     enforce_eager: bool = False
     graph_bytes: int = 2 * 2**30
     prefill_backend: str = "auto"
@@ -188,8 +191,13 @@ class EngineConfig:
         for name in ("max_model_len", "num_pages", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 _integer(f"EngineConfig.{name}", getattr(self, name), 1)
-        for name in ("enable_prefix_caching", "enforce_eager"):
+        for name in ("enable_prefix_caching", "batch_invariant", "enforce_eager"):
             _flag(f"EngineConfig.{name}", getattr(self, name))
+        exact = self.dtype == (self.lm_head_dtype or self.dtype) == "float32"
+        if self.batch_invariant and self.device == "cpu" and not exact:
+            got = f"dtype {self.dtype!r}, lm_head_dtype {self.lm_head_dtype!r}"
+            raise refuse("EngineConfig.batch_invariant", "float32 throughout on the CPU, or device='cuda'", got,
+                         "set both to 'float32': 16-bit products on the CPU round as the number of rows has it")
         if self.mask_padding_ids is not None:
             _flag("EngineConfig.mask_padding_ids", self.mask_padding_ids)
         if self.stall_seconds is not None:

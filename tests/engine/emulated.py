@@ -68,7 +68,7 @@ class PlayedPass:
 
     prefill_backend = "played"
 
-    def __init__(self, model: Any, kv: Any, *, max_rows: int, max_batch: int, prefill_backend: str) -> None:
+    def __init__(self, model: Any, kv: Any, *, max_rows: int, max_batch: int, **config: Any) -> None:
         self.model, self.kv = model, kv
 
     def forward(

@@ -128,5 +128,5 @@ def build_runner(
     buckets = None if config.enforce_eager else default_buckets(config.max_num_seqs, verify)
     return DeviceRunner(
         model, kv, buffers, vocab_limit=vocab_limit, eos_ids=eos_ids, buckets=buckets, graph_bytes=config.graph_bytes,
-        prefill_backend=config.prefill_backend,
+        prefill_backend=config.prefill_backend, invariant=config.batch_invariant,
     )

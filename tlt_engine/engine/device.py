@@ -113,6 +113,7 @@ class DeviceRunner(ModelRunner):
     def __init__(
         self, model: Transformer, kv: KVStorage, buffers: StepBuffers, *, vocab_limit: int | None,
         eos_ids: frozenset[int], buckets: Buckets | None, graph_bytes: int, prefill_backend: str = "auto",
+        invariant: bool = False,
     ) -> None:
         super().__init__(model, kv, buffers, vocab_limit=vocab_limit, eos_ids=eos_ids)
         self.device = kv.data.device
@@ -125,7 +126,10 @@ class DeviceRunner(ModelRunner):
             sections_bytes(frame_sections(requests, rows, rows, self._pages)) + PARAM_SLACK, self.device
         )
         self._results = Results(result_sections, (requests, rows, MAX_NODES), self.device)
-        self._pass = CudaPass(model, kv, max_rows=rows, max_batch=requests, prefill_backend=prefill_backend)
+        self._pass = CudaPass(
+            model, kv, max_rows=rows, max_batch=requests, max_keys=self._pages * kv.page_size,
+            prefill_backend=prefill_backend, invariant=invariant,
+        )
         self.prefill_backend = self._pass.prefill_backend
         self._layouts: dict[GraphKey, Layout] = {}
         self._graphs: GraphCache | None = None

@@ -1,17 +1,19 @@
 """Batch-invariant tree attention: the plan and the launches of `invariant_kernels`, used as `attention.TreeAttention`.
 
-    attention = InvariantAttention(geometry, max_rows=128, max_batch=8, max_keys=32768, device="cuda")
+    attention = make_invariant(geometry, max_rows=128, max_batch=8, max_keys=32768, device="cuda")
     step = attention.plan(page_table, prefix_lens, node_indptr, ancestors, causal, positions)
     attention.run(step, q, k_cache, v_cache, scale=scale, out=out)
 
 A row's bits depend on its own path alone: not on the batch, on V, on chunks or prefix hits, nor on which of the two
 ways of summing up (below) a step takes. Graph-safe as TreeAttention; one workspace for one stream. Knows neither
-models nor requests. Shape legend: R packed rows, B requests, T tiles.
+models nor requests. `invariant_cuda` has the same for the geometries that matter, faster and of other bits:
+`make_invariant` takes it where it can. Shape legend: R packed rows, B requests, T tiles.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from tlt_kernels.triton.attention import INTERPRETED, LOG2_E, Geometry, check_tensors
 from tlt_kernels.triton.attention_kernels import RECORD, schedule_kernel
+from tlt_kernels.triton.invariant_cuda import CudaInvariantAttention, serves
 from tlt_kernels.triton.invariant_kernels import (
     RECENT,
     SPLIT,
@@ -102,9 +105,10 @@ class InvariantAttention:
 
     def plan(
         self, page_table: Tensor, prefix_lens: Tensor, node_indptr: Tensor, ancestors: Tensor, causal: Tensor,
-        positions: Tensor,
+        positions: Tensor, *, chunks: bool = True,
     ) -> InvariantStep:
-        """Schedule one step on the device: arguments as `tree_attention`'s, read again by each `run`."""
+        """Schedule one step on the device: arguments as `tree_attention`'s, read again by each `run`. chunks: as
+        CudaInvariantAttention's, without effect here."""
         rows, batch = len(positions), len(prefix_lens)
         if rows > self.max_rows or batch > self.max_batch:
             raise ValueError(
@@ -132,9 +136,9 @@ class InvariantAttention:
 
     def run(
         self, step: InvariantStep, q: Tensor, k_cache: Tensor, v_cache: Tensor, *, scale: float,
-        out: Tensor | None = None,
+        out: Tensor | None = None, early: bool = False,
     ) -> Tensor:
-        """[R, Hq, D] of one layer, as `TreeAttention.run`."""
+        """[R, Hq, D] of one layer, as `TreeAttention.run`, which says what `early` is for; without effect here."""
         geometry, sizes = self.geometry, self.sizes
         check_tensors(geometry, step.rows, q, k_cache, v_cache)
         if out is None:
@@ -158,6 +162,31 @@ class InvariantAttention:
             BLOCK_G=max(16, triton.next_power_of_2(geometry.group)), num_warps=4, **fixed,
         )
         return out
+
+
+class AnyInvariant(Protocol):
+    """Either class."""
+
+    @property
+    def workspace_bytes(self) -> int: ...
+
+    def plan(
+        self, page_table: Tensor, prefix_lens: Tensor, node_indptr: Tensor, ancestors: Tensor, causal: Tensor,
+        positions: Tensor, *, chunks: bool = True,
+    ) -> Any: ...
+
+    def run(
+        self, step: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor, *, scale: float, out: Tensor | None = None,
+        early: bool = False,
+    ) -> Tensor: ...
+
+
+def make_invariant(
+    geometry: Geometry, *, max_rows: int, max_batch: int, max_keys: int, device: torch.device | str
+) -> AnyInvariant:
+    """The faster of the two for this geometry and device. Their bits differ: keep to one."""
+    kind = CudaInvariantAttention if torch.device(device).type == "cuda" and serves(geometry) else InvariantAttention
+    return kind(geometry, max_rows=max_rows, max_batch=max_batch, max_keys=max_keys, device=device)
 
 
 def invariant_attention(

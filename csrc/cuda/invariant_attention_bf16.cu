@@ -1,0 +1,3 @@
+#include "invariant_attention.cuh"
+
+template void tlt::cuda::invariant_attention_typed<__nv_bfloat16>(const InvariantStep&, const InvariantPlan&, const InvariantLayer&, uint64_t);
