@@ -85,7 +85,8 @@ def test_python_blocks_run(name: str, model: Path) -> None:
 
 def test_documents_that_should_have_code_have_it() -> None:
     counts = {name: len(blocks((ROOT / name).read_text(), "python")) for name in DOCS}
-    expected = {"README.md": 1, "seeds.md": 5, "guarantees.md": 3, "from-vllm.md": 2, "design.md": 1}
+    expected = {"README.md": 1, "seeds.md": 5, "guarantees.md": 3, "from-vllm.md": 2, "design.md": 1,
+                "trl.md": 1, "custom-loop.md": 1}
     assert {Path(n).name: c for n, c in counts.items() if c}.keys() == expected.keys()
     assert all(counts[n] >= expected[Path(n).name] for n in counts if counts[n]), counts
 
@@ -150,7 +151,17 @@ def _complaint(words: list[str]) -> str | None:
         return _tlt_complaint(words[1:], shown)
     if words[:2] == ["python", "-m"]:
         return None if find_spec(words[2]) else f"{shown}: no module {words[2]}"
+    if words[0] == "python" and words[1].startswith("examples/"):  # tests/rl/test_examples.py runs them
+        return _example_complaint(ROOT / words[1], words[2:], shown)
     return f"{shown}: not a command that this test knows"
+
+
+def _example_complaint(program: Path, words: list[str], shown: str) -> str | None:
+    if not program.is_file():
+        return f"{shown}: no such program"
+    known = set(re.findall(r"add_argument\(\"(--[\w-]+)\"", program.read_text()))
+    unknown = [word for word in words if word.startswith("--") and word not in known]
+    return f"{shown}: no option {unknown}" if unknown else None
 
 
 def _tlt_complaint(words: list[str], shown: str) -> str | None:
