@@ -293,7 +293,7 @@ def one_graph_memory(model: LoadedModel, name: str) -> None:
         layout = runner._layout_of(key)
         runner._staging.begin(layout.frame)
         layout.clear()
-        runner._staging.flush()
+        runner._staging.flush(layout.frame, 0, 0)
         with torch.cuda.stream(capturer._stream):
             runner._pass.forward(layout.inputs, logits_out=runner._logits[: key.rows])
         torch.cuda.synchronize()

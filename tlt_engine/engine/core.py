@@ -91,7 +91,7 @@ class EngineCore:
             current = self._launch(batch) if batch is not None else self._ahead
             assert current is not None
             self._ahead = self._launch_ahead(current)
-            taken = current.flight.take() if self._goes_on(current) else None
+            taken = self.runner.take(current.flight) if self._goes_on(current) else None
             if taken is None:
                 self._finish(current)
             else:
@@ -134,9 +134,15 @@ class EngineCore:
         return self.drafter is not None and self.elastic.on and any(s.seq.speculate for s in current.samples)
 
     def _goes_on(self, current: Pass) -> bool:
-        """Whether schedule() would come to the same samples and trees as large again, if none of them ends. The drafter
-        needs the tokens, so this step ahead can be launched only after them."""
-        return self._steady and current.whole and self._drafts(current) and all(self._rides(current))
+        """Whether schedule() would come to the same samples and trees as large again, if none of them ends, and there
+        are pages for that whatever is accepted. The drafter needs the tokens, so this step ahead can be launched only
+        after them."""
+        if not (self._steady and current.whole and self._drafts(current) and all(self._rides(current))):
+            return False
+        return self.scheduler.look_ahead(
+            (d.seq, min(max(tree.depths) + 1, d.seq.room) + d.max_nodes)
+            for d, tree in zip(current.batch.decodes, current.trees)
+        )
 
     def _go_on(self, current: Pass, taken: Taken) -> None:
         """Tokens and drafts first, then the next launch; all that it does not need is done while the GPU is at it."""
@@ -152,10 +158,7 @@ class EngineCore:
             self._hand_on(current, taken)
 
     def _launch_next(self, current: Pass, contexts: list[DraftContext | None]) -> Pass | None:
-        decodes = current.batch.decodes
-        if not self.scheduler.look_ahead((d.seq, d.max_nodes) for d in decodes):
-            return None
-        trees = self._propose(decodes, current.samples, contexts)
+        trees = self._propose(current.batch.decodes, current.samples, contexts)
         flight = self.runner.launch_next(current.flight, trees)
         if flight is None:
             return None
@@ -258,6 +261,8 @@ class EngineCore:
         self, decodes: Seq[Decode], samples: Seq[Sample], contexts: list[DraftContext | None]
     ) -> list[DraftTree]:
         asked = [c for c in contexts if c is not None and c.max_nodes > 1 and c.max_depth > 0]
+        if asked and len(asked) == len(contexts):
+            return self._ask(asked)
         proposed = iter(self._ask(asked) if asked else ())
         trees = []
         for decode, sample, context in zip(decodes, samples, contexts):
@@ -280,9 +285,9 @@ class EngineCore:
         return clip_trees(proposed, limits, self.runner.model.config.vocab_size)
 
     def _observe(self, contexts: list[DraftContext | None], accepted: list[int]) -> None:
+        assert self.drafter is not None
         for context, taken in zip(contexts, accepted):
             if context is not None:
-                assert self.drafter is not None
                 self.drafter.observe(context, taken)
 
     # ---------------------------------------------------------------- after the pass

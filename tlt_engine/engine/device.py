@@ -78,15 +78,6 @@ class DeviceFlight:
     repeatable: bool
     hidden: dict[int, Tensor]
 
-    def take(self) -> Taken | None:
-        draw, addresses = self.draw, self.frame.addresses
-        if draw.lanes is None or not draw.lanes.by_ids:
-            return None
-        self.done.synchronize()
-        passed = PassHidden(self.hidden, self.frame.host["paths"].tolist()) if self.hidden else None
-        tokens, accepted, ended = draw.lanes.native.commit(addresses["accept_lens"], addresses["tokens"], draw.steps)
-        return Taken(tokens, accepted, ended, passed)
-
     def result(self) -> StepResult:
         self.done.synchronize()
         host, draw = self.frame.host, self.draw
@@ -162,35 +153,43 @@ class DeviceRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, batch: Batch, trees: list[DraftTree], samples: Seq[Sample]) -> Flight:
         with torch.cuda.device(self.device):
-            return self._launch(batch, trees, samples)
+            self._follow_stream()
+            self._staging.wait()
+            if batch.chunks:
+                return self._launch_mixed(batch, trees, samples)
+            return self._launch_decodes(Lanes(samples, self.eos_ids), trees, batch.copies)
 
-    def _launch(self, batch: Batch, trees: list[DraftTree], samples: Seq[Sample]) -> Flight:
+    def take(self, flight: Flight) -> Taken | None:
+        if not isinstance(flight, DeviceFlight) or flight.draw.lanes is None or not flight.draw.lanes.by_ids:
+            return None
         self._follow_stream()
-        if batch.chunks:
-            return self._launch_mixed(batch, trees, samples)
-        return self._launch_decodes(Lanes(samples, self.eos_ids), trees, batch.copies)
+        self._staging.wait()
+        native, addresses = flight.draw.lanes.native, flight.frame.addresses
+        flight.done.synchronize()
+        passed = PassHidden(flight.hidden, flight.frame.host["paths"].tolist()) if flight.hidden else None
+        tokens, accepted, ended = native.commit(addresses["accept_lens"], addresses["tokens"], flight.draw.steps)
+        return Taken(tokens, accepted, ended, passed)
 
     def launch_next(self, flight: Flight, trees: list[DraftTree]) -> Flight | None:
-        if not isinstance(flight, DeviceFlight) or flight.draw.lanes is None:
-            return None
-        with torch.cuda.device(self.device):
-            self._follow_stream()
-            return self._launch_decodes(flight.draw.lanes, trees, [])
+        assert isinstance(flight, DeviceFlight) and flight.draw.lanes is not None, "launch_next: nothing was taken"
+        return self._launch_decodes(flight.draw.lanes, trees, [])
 
     def _launch_decodes(self, lanes: Lanes, trees: list[DraftTree], copies: list[tuple[int, int]]) -> Flight:
-        """The GPU may be waiting for this: what the pass does not need comes after its launch."""
+        """After _follow_stream and a wait for the staging. The GPU may be idle until its launch: what the pass does not
+        need comes behind."""
         self._latest = None
         nodes = [len(tree.tokens) for tree in trees]
         rows = sum(nodes)
         graph, key = self._graph_for(len(trees), rows)
         layout = self._layout(len(trees), rows, rows) if key is None else self._layout_of(key)
-        self._staging.begin(layout.frame)
+        self._staging.open(layout.frame)
         rows, deepest = layout.fill_decodes(trees, lanes)
         params = None if lanes.plain else self._put_params(lanes, layout, trees, rows)
-        self._flush(copies, layout.frame, [s.seq for s in lanes.samples])
-        if graph is not None and key is not None:
+        self._flush(copies, layout.frame, lanes.sequences)
+        if graph is not None:
             graph.replay()
-        with torch.inference_mode():
+        with torch.cuda.device(self.device), torch.inference_mode():
+            self._staging.sent()
             if key is None:
                 out = self._pass.forward(layout.inputs, capture=self.capture)
             else:
@@ -217,7 +216,7 @@ class DeviceRunner(ModelRunner):
         packed = pack_step(batch, trees, self.buffers, self.page_size)
         rows = packed.decode_rows
         layout = self._layout(len(packed.inputs.prefix_lens), len(packed.inputs.token_ids), rows)
-        self._staging.begin(layout.frame)
+        self._staging.open(layout.frame)
         temperatures = [s.request.params.temperature for s in samples]
         layout.fill(packed, noise_ids([s.seq for s in samples], packed), np.repeat(temperatures, packed.nodes))
         params = None
@@ -225,6 +224,7 @@ class DeviceRunner(ModelRunner):
             params = self._put(row_params(samples, packed, self.eos_ids, self.model.config.vocab_size), layout, rows)
         inputs = self._logit_rows(layout.inputs, packed)
         self._flush(batch.copies, layout.frame, [d.seq for d in batch.decodes] + [c.seq for c in batch.chunks])
+        self._staging.sent()
         host = packed.inputs
         chunks = Chunks(len(trees), rows, host.prefix_lens, host.node_indptr, host.page_table)
         out = self._pass.forward(inputs, chunks=chunks, capture=self.capture)
@@ -294,9 +294,10 @@ class DeviceRunner(ModelRunner):
         return Layout(frame, self.page_size, self._dummy_page)
 
     def _layout_of(self, key: GraphKey) -> Layout:
-        if key not in self._layouts:
-            self._layouts[key] = self._layout(key.batch, key.rows, key.rows)
-        return self._layouts[key]
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = self._layout(key.batch, key.rows, key.rows)
+        return layout
 
     def _put_params(self, lanes: Lanes, layout: Layout, trees: list[DraftTree], rows: int) -> RowParams:
         packed = layout.packed(trees, rows)
@@ -332,6 +333,7 @@ class DeviceRunner(ModelRunner):
                 known[i] = len(sequences[i].pages)
             end = max(known[i] for i in changed)
             self._staging.flush_block(layout.frame, (changed[0], changed[-1] + 1), (first, end))
+            self._staging.sent()
 
     # ---------------------------------------------------------------- graphs
 
@@ -343,6 +345,7 @@ class DeviceRunner(ModelRunner):
         graph = self._graphs.get(key, rows)
         return (graph, key) if graph is not None else (None, None)
 
+    @torch.inference_mode()
     def _capture(self, key: GraphKey) -> CapturedGraph:
         """On a step of padding alone, so that running it any number of times touches nobody's KV."""
         layout = self._layout_of(key)
@@ -350,6 +353,7 @@ class DeviceRunner(ModelRunner):
         self._staging.begin(layout.frame)
         layout.clear()
         self._staging.flush(layout.frame, 0, 0)
+        self._staging.sent()
         logits = self._logits[: key.rows]
 
         def run() -> None:

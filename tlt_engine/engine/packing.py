@@ -168,6 +168,7 @@ class Lanes:
 
     def __init__(self, samples: Seq[Sample], eos_ids: frozenset[int]) -> None:
         self.samples = samples
+        self.sequences = [s.seq for s in samples]
         params = [s.request.params for s in samples]
         self.by_ids = all(s.text is None for s in samples)
         self.plain = all(p.unfiltered for p in params) and not any(map(_owes_tokens, samples))

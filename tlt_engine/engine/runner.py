@@ -64,7 +64,7 @@ class StepResult:
         return PassHidden(self.hidden, [emitted.path for emitted in self.emitted])
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Taken:
     """What is kept of a decode pass whose samples end by ids and lengths alone: for each its tokens up to the first
     stop, and how many of them are drafts. ended: indices of those that stop. passed: None if nothing is captured."""
@@ -78,10 +78,6 @@ class Taken:
 class Flight(Protocol):
     """A pass that has been launched."""
 
-    def take(self) -> Taken | None:
-        """Waits for the tokens alone; `result` has the rest. Called once at most, before `result`. None, at once, where
-        stops need more than ids or the pass did more than decode."""
-
     def result(self) -> StepResult:
         """Waits for the pass. Called once, before the launch after the next one."""
 
@@ -91,9 +87,6 @@ class Landed:
     """A pass that was over when its launch returned."""
 
     landed: StepResult
-
-    def take(self) -> Taken | None:
-        return None
 
     def result(self) -> StepResult:
         return self.landed
@@ -129,9 +122,14 @@ class ModelRunner:
         with a page for one more slot. None where the step cannot be launched without the tokens of `flight`."""
         return None
 
+    def take(self, flight: Flight) -> Taken | None:
+        """Waits for the tokens alone; `flight.result` has the rest. Called once at most, before it. None, at once,
+        where stops need more than ids or the pass did more than decode."""
+        return None
+
     def launch_next(self, flight: Flight, trees: list[DraftTree]) -> Flight | None:
         """The step after `flight`, whose tokens have been taken and none of whose samples has ended: trees[i] from the
-        root of its i-th sample. None where nothing can be taken."""
+        root of its i-th sample. None where nothing can be taken. Nothing else is launched between the two."""
         return None
 
     def capture_graphs(self) -> None:

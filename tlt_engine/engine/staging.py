@@ -84,7 +84,11 @@ class Staging:
 
     def begin(self, frame: Frame) -> None:
         """Before the frame's host arrays are written: waits for the copy of the step before, which is long done."""
-        self._copied.synchronize()
+        self.wait()
+        self.open(frame)
+
+    def open(self, frame: Frame) -> None:
+        """As begin, when there has been a wait since the last `sent`."""
         self._kept.clear()
         self._used = frame.end
 
@@ -99,8 +103,8 @@ class Staging:
         return device_view(self._device, self._used - size, shape, tensor.dtype)
 
     def flush(self, frame: Frame, rows: int, columns: int) -> None:
-        """Sends all that is in use. Of a wide frame's table only the first `rows` by `columns`; what lies outside them
-        on the device is then anything."""
+        """Sends all that is in use; call sent() soon, but it may be behind the launch. Of a wide frame's table only the
+        first `rows` by `columns`; what lies outside them on the device is then anything."""
         if not frame.wide:
             self._copy(0, self._used)
             return
@@ -110,12 +114,15 @@ class Staging:
         self.flush_block(frame, (0, rows), (0, columns))
 
     def flush_block(self, frame: Frame, rows: tuple[int, int], columns: tuple[int, int]) -> None:
-        """Sends rows [first, end) by columns [first, end) of the frame's table."""
+        """Sends rows [first, end) by columns [first, end) of the frame's table; call sent() soon."""
         table = frame.host[frame.table]
         pitch, item = table.strides
         start = frame.offsets[frame.table] + rows[0] * pitch + columns[0] * item
         width, height = (columns[1] - columns[0]) * item, rows[1] - rows[0]
         copy_block(self._device, self._host, start, pitch, width, height, self._device.device)
+
+    def sent(self) -> None:
+        """What wait() waits for: all copies so far."""
         self._copied.record()
 
     def wait(self) -> None:
@@ -124,7 +131,6 @@ class Staging:
 
     def _copy(self, start: int, end: int) -> None:
         copy_bytes(self._device, self._host, start, end, self._device.device)
-        self._copied.record()
 
 
 class Results:

@@ -11,9 +11,9 @@ from tlt_engine.config import SamplingParams
 from tlt_engine.speculation.tree import DraftTree
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # frozen it would take 1.3 us to make instead of 0.3, while the GPU waits
 class DraftContext:
-    """What a drafter may know of one running sample.
+    """What a drafter may know of one running sample. Read only.
 
     seq_id: unique while the engine lives. group: equal for samples of one prompt (RequestOutput.group_id).
     token_ids: prompt and output so far; the last one is the root of the tree to propose. Read only.
