@@ -1,26 +1,41 @@
 #!/usr/bin/env bash
-# Build, test and measure on a machine with one GPU: bench/gpu.sh OUT [seconds for the attention sweep].
-# Needs torch, triton, cmake, ninja, pybind11, nvcc and pytest-xdist there; installs nothing.
+# All GPU tests, then all GPU benchmarks, on a machine with one GPU: bench/gpu.sh OUT [SECONDS, default 420].
+# Needs torch, triton, transformers, pytest-xdist, pytest-benchmark, cmake, ninja, pybind11 and nvcc there; installs
+# nothing. Tests run in parallel, benchmarks alone; what no time is left for is named. Logs and gpu.json go to OUT.
+# PARTS="tests bandwidth ops decode prefill smollm2 invariance sampler linear attention" names some of them;
+# SMOLLM2=FILE and TLT_CACHE as bench/smollm2_gpu.py wants them.
 set -u
-out=${1:?folder for logs and records}; sweep=${2:-120}
-export PATH=/usr/local/cuda/bin:$PATH TMPDIR=/tmp PYTHONPATH=.:kernels PYTHONUNBUFFERED=1
-arch=$(python3 -c "import torch; print('%d%d' % torch.cuda.get_device_capability())")
-(cmake -S . -B /tmp/build -G Ninja -DCMAKE_BUILD_TYPE=Release -DTLT_CUDA=1 -DTLT_OUTPUT_DIR="$PWD/tlt_engine" \
-  -DCMAKE_CUDA_ARCHITECTURES="$arch" -DPython_EXECUTABLE="$(which python3)" \
-  -Dpybind11_DIR="$(python3 -m pybind11 --cmakedir)" && cmake --build /tmp/build) >"$out/build.log" 2>&1 &
-build=$!
-start=$SECONDS
-timeout 150 python3 -m pytest tests/gpu/test_elementwise.py -n 12 --maxfail=15 --tb=line -p no:warnings >"$out/elementwise_tests.log" 2>&1
-echo "== element-wise tests ($((SECONDS - start)) s)"; tail -3 "$out/elementwise_tests.log" | cut -c1-200
-wait $build || { tail -30 "$out/build.log"; exit 1; }
-echo "== built ($((SECONDS - start)) s)"
-timeout 200 python3 -m pytest tests/gpu/test_attention.py tests/gpu/test_invariant_attention.py tests/gpu/test_linear.py -n 12 --maxfail=15 --tb=line -p no:warnings >"$out/attention_tests.log" 2>&1
-echo "== attention and product tests ($((SECONDS - start)) s)"; tail -12 "$out/attention_tests.log" | cut -c1-200
-timeout 120 python3 -m pytest tests/gpu/test_sampler.py tests/gpu/test_tree_kernels.py --tb=short --maxfail=8 -p no:warnings \
-  >"$out/sampler_tests.log" 2>&1
-echo "== sampler and tree tests ($((SECONDS - start)) s)"; tail -40 "$out/sampler_tests.log" | cut -c1-200
-timeout 90 python3 -m bench.kernels_sampler --out "$out" >"$out/sampler.log" 2>&1
-echo "== sampler bench ($((SECONDS - start)) s)"; tail -40 "$out/sampler.log" | cut -c1-160
-[ "$sweep" = 0 ] && sweep_args="--sweep none --seconds 60" || sweep_args="--sweep cuda --seconds $sweep"
-timeout $((sweep + 90)) python3 -m bench.kernels_attention --out "$out" $sweep_args >"$out/attention.log" 2>&1
-echo "== attention bench ($((SECONDS - start)) s)"; tail -75 "$out/attention.log" | cut -c1-160
+out=${1:?folder for logs and records}; total=${2:-420}
+. bench/gpu_common.sh
+parts=" ${PARTS:-tests bandwidth ops decode prefill smollm2 invariance sampler linear attention} "
+wanted() { [[ $parts == *" $1 "* ]]; }
+bench() { # NAME SECONDS LINES MODULE ARGUMENTS...: as `part`, within what is left of the time
+  local name=$1 limit=$2 lines=$3 left=$((total - SECONDS))
+  shift 3
+  wanted "$name" || return 0
+  if [ "$left" -lt 15 ]; then echo "== $name: no time left"; return 0; fi
+  part "$name" $((limit < left ? limit : left)) "$lines" python3 -m "$@" --out "$out"
+}
+start_build "$out/build.log"
+tests="python3 -m pytest --tb=line -p no:warnings --maxfail=15"
+alone="released or out_of_memory or share_no_pool or random_switches"
+if wanted tests; then
+  part triton_tests 90 3 $tests tests/gpu/test_elementwise.py -n 12 # needs no build
+fi
+wait_for_build
+if wanted tests; then
+  # --dist worksteal: one slow file must not hold up a worker while others idle
+  part gpu_tests 170 14 $tests tests/gpu --ignore=tests/gpu/test_elementwise.py -n 12 --dist worksteal -k "not ($alone)"
+  part gpu_tests_alone 60 6 $tests tests/gpu/test_engine.py -k "$alone"
+fi
+bench bandwidth 20 2 bench.kernels --only bandwidth
+bench ops 40 11 bench.kernels --only ops
+bench decode 100 18 bench.decode --only plain,verify --batches 1,8,64 --cases 1x32,8x16
+bench prefill 60 6 bench.prefill
+if [ -n "${SMOLLM2:-}" ]; then bench smollm2 60 16 bench.smollm2_gpu compare "$SMOLLM2"; fi
+if [ -f bench/invariance.py ]; then bench invariance 60 14 bench.invariance; fi
+bench sampler 40 20 bench.kernels_sampler
+bench linear 40 16 bench.kernels_linear --rows 1 16 64
+left=$((total - SECONDS))
+bench attention 120 24 bench.kernels_attention --sweep none --seconds $((left > 40 ? left - 20 : 20))
+echo "== all: $SECONDS s"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import merge, results, tables
+from bench import kernels, merge, results, tables
 
 
 def put(folder: Path, value: float = 4.2, **changes: object) -> dict:
@@ -175,3 +175,12 @@ def test_merged_records_say_what_was_measured(tmp_path: Path) -> None:
     (away / "area.json").write_text(json.dumps([entry]))
     with pytest.raises(ValueError, match="pass --commit"):
         merge.merge(away / "area.json", None, here)
+
+
+def test_a_benchmark_report_becomes_records(tmp_path: Path) -> None:
+    stats = {"q1": 10e-6, "median": 12e-6, "q3": 15e-6, "rounds": 200}
+    report = {"benchmarks": [{"name": "test_sample[64]", "extra_info": {"rows": 64}, "stats": stats}]}
+    assert kernels.record_ops(report, tmp_path) == 1
+    (entry,) = results.load("gpu", folder=tmp_path)
+    assert entry["metric"] == "op.us" and entry["params"] == {"op": "sample", "rows": 64}
+    assert entry["value"] == pytest.approx(12) and entry["spread"] == pytest.approx([10, 15]) and entry["runs"] == 200
