@@ -78,3 +78,18 @@ def test_tree_attention(benchmark: Any, batch: int, nodes: int) -> None:
         attention.run(step, case.q, case.k_cache, case.v_cache, scale=case.scale, out=out)
 
     measure(benchmark, planned_and_run, batch=batch, V=nodes, context=1024)
+
+
+@pytest.mark.parametrize("part", ["whole", "in use"])
+def test_page_table(benchmark: Any, part: str) -> None:
+    """64 requests of an engine for 128k tokens, 2k of them in use: int32 [64, 8200]."""
+    from tlt_kernels.cuda import copy_block, copy_bytes
+
+    pitch, size = 8200 * 4, 64 * 8200 * 4
+    host, device = torch.zeros(size, dtype=torch.uint8, pin_memory=True), torch.device("cuda", 0)
+    to = torch.zeros(size, dtype=torch.uint8, device=device)
+    calls: dict[str, Callable[[], object]] = {
+        "whole": lambda: copy_bytes(to, host, 0, size, device),
+        "in use": lambda: copy_block(to, host, 0, pitch, 129 * 4, 64, device),
+    }
+    measure(benchmark, calls[part], part=part, requests=64, context=131072)
