@@ -24,7 +24,7 @@ from tlt_engine.engine.sample import Request, Sample
 from tlt_engine.engine.stops import Stop
 from tlt_engine.engine.watchdog import Watchdog
 from tlt_engine.models import EagleModel
-from tlt_engine.outputs import RequestOutput
+from tlt_engine.outputs import RequestOutput, SpecCounts
 from tlt_engine.scheduler.scheduler import Scheduler
 from tlt_engine.speculation.drafter import Drafter
 from tlt_engine.speculation.hidden import HiddenRecorder
@@ -262,6 +262,17 @@ class RolloutEngine(Resident):
                              self.config.speculation.method, "build one with a drafter")
             return drafter.load(source, version)
 
+    @property
+    def drafter(self) -> Drafter | None:
+        """What drafts; None without speculation."""
+        return self._core.drafter
+
+    @property
+    def spec_counts(self) -> SpecCounts:
+        """A copy of the counts of speculation since the engine was built."""
+        with self._lock:
+            return self._core.counters.spec.copy()
+
     def record_hidden(self, recorder: HiddenRecorder) -> None:
         """Hand it the hidden states of committed tokens from the next pass on: a training.HiddenStateBuffer, say. While
         anybody takes them, plain steps are not launched ahead of their outputs."""
@@ -340,6 +351,7 @@ class RolloutEngine(Resident):
     # ---------------------------------------------------------------- inside
 
     def _queue(self, requests: Seq[Request], *, owned_by_call: bool, fresh: bool = True) -> None:
+        self._announce_work()
         if fresh:
             self._intake.separate_equal_entries(requests, self._weights)
         for request in requests:

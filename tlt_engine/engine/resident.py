@@ -6,6 +6,7 @@ Knows no prompts and no outputs.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Literal
 
@@ -45,6 +46,20 @@ class Resident:
         self._updates = 0
         self._loads = 0
         self._fingerprint = ""
+        self._before_work: Callable[[], None] | None = None
+
+    def before_work(self, callback: Callable[[], None] | None) -> None:
+        """Call this before requests are queued and before weights change, so that whoever uses the device meanwhile
+        (a drafter's training) can leave it. From the caller's thread, inside the engine's lock: it must not call the
+        engine. One at a time; None takes it away."""
+        with self._lock:
+            if callback is not None and self._before_work is not None:
+                raise refuse("before_work", "one callback at a time", callback, "take the other away with None first")
+            self._before_work = callback
+
+    def _announce_work(self) -> None:
+        if self._before_work is not None:
+            self._before_work()
 
     # ---------------------------------------------------------------- weights
 
@@ -81,6 +96,7 @@ class Resident:
         with self._lock:
             self._refuse_inside_step("update_weights")
             self._refuse_without_memory("update_weights")
+            self._announce_work()
             if self._stream is not None:
                 self._stream.take(weights)
                 return None
@@ -154,6 +170,7 @@ class Resident:
             if len(self.model.users) > 1:
                 raise refuse("sleep", "a model of this engine alone", f"{len(self.model.users)} engines on it",
                              "give each its own, or let the others go first")
+            self._announce_work()
             core = self._core
             core.forget_ahead()
             core.scheduler.recompute_all()
