@@ -1,4 +1,5 @@
-"""GRPO on the bare API: roll out, score, update the policy, send its weights back. No trainer library.
+"""GRPO on the bare API: roll out, score, update the policy, send its weights back; a drafter learns in between. No
+trainer library.
 
     python examples/custom_loop.py --steps 150
 
@@ -15,7 +16,20 @@ from collections.abc import Sequence
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tlt_engine import EngineConfig, RequestOutput, RolloutEngine, SamplingParams, derive_seed
+from tlt_engine import (
+    EngineConfig,
+    Profile,
+    RequestOutput,
+    RolloutEngine,
+    SamplingParams,
+    SpeculationConfig,
+    derive_seed,
+)
+from tlt_engine.models import load_model
+from tlt_engine.models.eagle import EagleConfig, EagleModel
+from tlt_engine.rl.adaptive import AdaptiveConfig, AdaptiveDrafter
+from tlt_engine.training.loss import LossConfig
+from tlt_engine.training.trainer import TrainerConfig
 
 EQUALS, EOS, VOCAB = 10, 11, 12
 GROUP, PROMPTS = 8, 16
@@ -46,6 +60,19 @@ def new_policy(seed: int) -> LlamaForCausalLM:
         vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, eos_token_id=EOS, bos_token_id=None, pad_token_id=EOS,
     ))
+
+
+def new_engine(policy: LlamaForCausalLM, seed: int) -> tuple[RolloutEngine, AdaptiveDrafter]:
+    """An engine on a copy of the policy's weights, with a drafter that knows nothing yet, and who trains it."""
+    target = load_model(policy)
+    drafter = EagleModel(EagleConfig.for_target(target.config))
+    drafter.initialise(torch.Generator().manual_seed(seed))
+    speculation = SpeculationConfig(method="learned", profile=Profile(depth=4, top_k=2, verify=8))
+    engine = RolloutEngine(
+        target, EngineConfig(page_size=4, max_num_seqs=PROMPTS * GROUP, speculation=speculation), drafter=drafter
+    )
+    training = TrainerConfig(lr=3e-3, micro_rows=512, loss=LossConfig(steps=3))
+    return engine, AdaptiveDrafter(engine, AdaptiveConfig(trainer=training, buffer_bytes=2**24))
 
 
 def log_probs(policy: LlamaForCausalLM, outputs: Sequence[RequestOutput]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,13 +117,14 @@ def evaluate(engine: RolloutEngine, held_out: Sequence[Question]) -> float:
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description="GRPO on the bare API of tlt_engine.")
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--drafter-budget", type=float, default=0.03, help="seconds of its training a step")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
 
     train, held_out = questions(options.seed)
     policy = new_policy(options.seed)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, weight_decay=0.0)
-    engine = RolloutEngine(policy, EngineConfig(page_size=4, max_num_seqs=PROMPTS * GROUP))
+    engine, adaptive = new_engine(policy, options.seed)
     before, worst = evaluate(engine, held_out), 0.0
     print(f"held-out reward before training: {before:.2f}")
     for step in range(options.steps):
@@ -107,10 +135,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         rewards = torch.tensor([[reward(q, s.token_ids) for s in o.outputs] for q, o in zip(asked, outputs)])
         worst = max(worst, train_step(policy, optimizer, outputs, rewards))
         engine.update_weights(policy, weight_version=step + 1)
+        drafting = adaptive.train_drafter(budget_s=options.drafter_budget)
         if (step + 1) % 25 == 0:
             print(f"step {step + 1}: reward {rewards.mean():.2f}, held out {evaluate(engine, held_out):.2f}, "
-                  f"accept length {engine.stats()['accept_length']:.2f}, largest |ratio - 1| {worst:.1e}")
-    return {"before": before, "after": evaluate(engine, held_out), "ratio_error": worst}
+                  f"accept length {drafting['accept_length']:.2f}, largest |ratio - 1| {worst:.1e}")
+    return {
+        "before": before, "after": evaluate(engine, held_out), "ratio_error": worst,
+        "accept_length": drafting["accept_length"],
+    }
 
 
 if __name__ == "__main__":
