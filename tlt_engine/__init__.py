@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tlt_engine.engine.engine import RolloutEngine as RolloutEngine
     from tlt_engine.engine.resident import EngineHalted as EngineHalted
     from tlt_engine.engine.streaming import AsyncRolloutEngine as AsyncRolloutEngine
+    from tlt_engine.models.eagle import EagleConfig as EagleConfig
+    from tlt_engine.models.eagle import EagleModel as EagleModel
     from tlt_engine.outputs import CompletionOutput as CompletionOutput
     from tlt_engine.outputs import Logprob as Logprob
     from tlt_engine.outputs import RequestOutput as RequestOutput
@@ -35,6 +37,8 @@ _HOME = {
     "RolloutEngine": "tlt_engine.engine.engine",
     "EngineHalted": "tlt_engine.engine.resident",
     "AsyncRolloutEngine": "tlt_engine.engine.streaming",
+    "EagleConfig": "tlt_engine.models.eagle",
+    "EagleModel": "tlt_engine.models.eagle",
     "CompletionOutput": "tlt_engine.outputs",
     "Logprob": "tlt_engine.outputs",
     "RequestOutput": "tlt_engine.outputs",
