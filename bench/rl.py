@@ -4,8 +4,8 @@
     python -m bench.rl update sleep --out DIR                  # one GPU: the geometry of Qwen2.5-7B, bf16
 
 ratio: largest |importance ratio - 1| that TRL logs over three steps. update: copying a whole state dict into the
-engine, over a plain copy of as many bytes. sleep: what the driver says is in use after sleep(1) beyond an empty process,
-and waking over a plain copy from pinned memory; the same tokens before and after, many cycles.
+engine, over a plain copy of as many bytes. sleep: what the driver says is in use after sleep(1) beyond an empty
+process, and waking over a plain copy from pinned memory; the same tokens before and after, many cycles.
 """
 
 from __future__ import annotations
