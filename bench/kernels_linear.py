@@ -4,8 +4,9 @@
 
 Weights are random bf16 in the geometry of Qwen2.5-7B, all 28 layers distinct (14.1 GB), so every byte comes from
 memory. Times are medians of CUDA-graph replays. A product alone: 28 independent calls in a graph. The chain: every
-product reads what the one before wrote; "products" is nothing else, "layers" has the norms, rope, residual sums and the
-gated activation too: all of a step but attention and sampling. Correctness is tests/gpu/test_linear.py's.
+product reads what the one before wrote; "products" is nothing else, "layers" has the norms with their residual
+sums, rope and the gated activation too, as the engine's pass does: all of a step but attention and sampling.
+Correctness is tests/gpu/test_linear.py's.
 Writes DIR/gpu.json.
 """
 
@@ -19,7 +20,6 @@ from pathlib import Path
 
 import torch
 from tlt_kernels import linear as linear_module
-from tlt_kernels.activation import silu_mul
 from tlt_kernels.linear import linear
 from tlt_kernels.norm import rms_norm
 from tlt_kernels.rope import rope_write_kv
@@ -91,39 +91,42 @@ class Model:
         x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
         positions = torch.arange(rows, device="cuda")
         out = {n: torch.empty(rows, s[0], dtype=torch.bfloat16, device="cuda") for n, s in SHAPES.items()}
-        second = torch.empty_like(out["down"])
         gated = torch.empty(rows, MLP, dtype=torch.bfloat16, device="cuda")
-        normed = torch.empty_like(x)
+        normed, stream = torch.empty_like(x), torch.empty_like(x)
         queries = torch.empty(rows, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
 
-        def product(rows_in: Tensor, weight: Tensor, to: Tensor, base: Tensor | None = None) -> Tensor:
-            return linear(rows_in, weight, out=to, base=base, backend=backend, checked=False)  # type: ignore[arg-type]
+        def product(rows_in: Tensor, weight: Tensor, to: Tensor, silu: bool = False) -> Tensor:
+            return linear(
+                rows_in, weight, out=to, silu_mul=silu, backend=backend, checked=False  # type: ignore[arg-type]
+            )
 
-        def norm(h: Tensor) -> Tensor:
-            return rms_norm(h, self.norm, 1e-6, out=normed, checked=False)[0] if kind == "layers" else h
+        def norm(h: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+            if added is None:
+                return rms_norm(h, self.norm, 1e-6, out=normed, checked=False)
+            return rms_norm(added, self.norm, 1e-6, residual=h, out=normed, residual_out=stream, checked=False)
 
-        def work() -> None:
+        def products() -> None:
             h = x
-            fused = kind == "layers"
             for i in range(LAYERS):
                 w = {name: held[i] for name, held in self.weights.items() if name != "head"}
-                y = product(norm(h), w["qkv"], out["qkv"])
-                attended = y[:, :HIDDEN]
-                if kind == "layers":
-                    rope_write_kv(
-                        y, self.cos, self.sin, positions, positions, *self.kv[i], queries, checked=False
-                    )
-                    attended = queries.view(rows, HIDDEN)
-                h = product(attended, w["o"], second, h if fused else None)
-                if fused and backend == "cuda":
-                    linear(norm(h), w["gate_up"], silu_mul=True, out=gated, backend="cuda", checked=False)
-                else:
-                    product(norm(h), w["gate_up"], out["gate_up"])
-                    if fused:
-                        silu_mul(out["gate_up"], out=gated, checked=False)
-                h = product(gated if fused else out["gate_up"][:, :MLP], w["down"], out["down"], h if fused else None)
-            product(norm(h), self.weights["head"][0], out["head"])
+                h = product(product(h, w["qkv"], out["qkv"])[:, :HIDDEN], w["o"], out["o"])
+                h = product(product(h, w["gate_up"], out["gate_up"])[:, :MLP], w["down"], out["down"])
+            product(h, self.weights["head"][0], out["head"])
 
+        def layers() -> None:
+            h, added = x, None
+            for i in range(LAYERS):
+                w = {name: held[i] for name, held in self.weights.items() if name != "head"}
+                y, h = norm(h, added)
+                rope_write_kv(
+                    product(y, w["qkv"], out["qkv"]), self.cos, self.sin, positions, positions, self.kv[i][0],
+                    self.kv[i][1], queries, checked=False,
+                )
+                y, h = norm(h, product(queries.view(rows, HIDDEN), w["o"], out["o"]))
+                added = product(product(y, w["gate_up"], gated, silu=True), w["down"], out["down"])
+            product(norm(h, added)[0], self.weights["head"][0], out["head"])
+
+        work = layers if kind == "layers" else products
         times = time_graph(work)
         if not bool(out["head"].isfinite().all()):
             raise ValueError(f"chain {kind} {rows} {backend}: expected finite outputs; the timing would mean nothing")
@@ -169,7 +172,7 @@ def chains(model: Model, rows: list[int], out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 96, 128, 256])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 24, 32, 48, 64, 96, 128, 256])
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench.kernels_linear: expected a CUDA device, got none; run it on the GPU machine")

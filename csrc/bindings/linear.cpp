@@ -1,7 +1,7 @@
 #include "cpu/linear.h"
 
 #include "bindings/bind.h"
-#ifdef TLT_WITH_CUDA
+#ifdef TLT_HOPPER
 #include "cuda/linear.h"
 
 namespace {
@@ -22,7 +22,7 @@ void bind_cuda(py::module_& m) {
       py::arg("partials"), py::arg("arrived"), py::arg("workers"), py::arg("overlap"), py::kw_only(),
       py::arg("stream"));
   m.def("cuda_linear_partials", &tlt::cuda::linear_partials, py::arg("rows"), py::arg("workers"));
-  m.def("cuda_linear_counters", &tlt::cuda::linear_counters, py::arg("rows"), py::arg("outer"));
+  m.def("cuda_linear_counters", &tlt::cuda::linear_counters, py::arg("outer"));
 }
 
 }  // namespace
@@ -35,7 +35,7 @@ void bind_linear(py::module_& m) {
     tlt::linear({at<float>(x), x_stride, at<float>(weight), at<float>(bias), at<float>(base), base_stride, rows, out_dim,
                  in_dim, at<float>(out), threads});
   });
-#ifdef TLT_WITH_CUDA
+#ifdef TLT_HOPPER
   bind_cuda(m);
 #endif
 }

@@ -10,10 +10,10 @@ struct Linear {
   int64_t x_stride;
   const void* weight;  // [N, K], 16-byte aligned, K a multiple of 8
   const void* bias;    // [N] or null
-  const void* base;    // [R, N] or null, rows base_stride elements apart
+  const void* base;    // [R, N] or null, rows base_stride elements apart, each 4-byte aligned
   int64_t base_stride;
-  void* out;  // [R, N], with silu_mul [R, N / 2]
-  int32_t rows, outer, inner;
+  void* out;  // [R, N], with silu_mul [R, N / 2]; 4-byte aligned
+  int32_t rows, outer, inner;  // outer is even, with silu_mul a multiple of 16
   bool silu_mul;      // rows 0 .. N / 2 - 1 of the weight are gates, the others what they scale
   float* partials;    // linear_partials() bytes
   uint32_t* arrived;  // linear_counters() bytes, zero; left zero
@@ -24,11 +24,12 @@ struct Linear {
 constexpr int32_t kRowsPerLaunch = 256;
 
 int64_t linear_partials(int32_t rows, int32_t workers);
-int64_t linear_counters(int32_t rows, int32_t outer);
+int64_t linear_counters(int32_t outer);
 
 // out = base + (x weight^T + bias), or silu(gate) * up; sums in fp32, each step rounded to the dtype. dtype 1: bf16,
 // 2: fp16. overlap: start while the kernel before still runs (programmatic dependent launch). The weight and nothing
 // else is read before that kernel has finished, so it must not be one that writes the weight. Compute capability 9.0.
+// A row has the same bits however many there are.
 void linear(const Linear& product, int32_t dtype, bool overlap, uint64_t stream);
 
 }  // namespace tlt::cuda

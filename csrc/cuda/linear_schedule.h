@@ -17,16 +17,17 @@ namespace tlt::cuda {
 constexpr int kTile = 128;  // rows of the weight
 constexpr int kStep = 64;   // of K
 
+// (tiles * steps + 1) * workers must be below 2^32: a division of 64 bits takes four times as long.
 struct Deal {
   int32_t tiles, steps, workers;
 
   TLT_HOST_DEVICE int32_t first_stage(int32_t worker) const {
-    return static_cast<int32_t>(static_cast<int64_t>(worker) * tiles * steps / workers);
+    return static_cast<int32_t>(static_cast<uint32_t>(worker) * tiles * steps / workers);
   }
   // The worker whose run holds `stage`.
   TLT_HOST_DEVICE int32_t worker_of(int32_t stage) const {
-    const int64_t stages = static_cast<int64_t>(tiles) * steps;
-    return static_cast<int32_t>(((static_cast<int64_t>(stage) + 1) * workers - 1) / stages);
+    const uint32_t stages = static_cast<uint32_t>(tiles) * steps;
+    return static_cast<int32_t>(((static_cast<uint32_t>(stage) + 1) * workers - 1) / stages);
   }
   // Where a worker's sum of an unfinished tile lies: it has at most two, the one it starts in and the one it ends in.
   TLT_HOST_DEVICE int32_t slot_of(int32_t worker, int32_t tile) const {

@@ -18,10 +18,9 @@ from tlt_kernels.checks import check
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALF = (torch.bfloat16, torch.float16)
-# Up to here "cuda" is faster than cuBLAS. H200, products of 28 layers and the head of a 7B model in one graph, ms,
-# "cuda" against cuBLAS: 1 row 3.89 / 3.95, 16 rows 3.97 / 4.00 (both before a change that gained another 0.13, see
-# csrc/cuda/linear.cu), 64 rows 5.09 / 4.01, 128 rows 10.1 / 4.19.
-SMALL_ROWS = 16
+# Up to here "cuda" is faster than cuBLAS. H200, 28 layers of a 7B model and the head in one graph, all but attention,
+# ms, "cuda" against cuBLAS: 1 row 3.68 / 4.38, 32 rows 3.90 / 4.54, 64 rows 4.18 / 4.64, 128 rows 5.28 / 4.91.
+SMALL_ROWS = 64
 ROWS_PER_LAUNCH = 256  # csrc/cuda/linear.h
 OVERLAP = True  # False: each product waits for the kernel before it, for measurements
 
@@ -46,17 +45,15 @@ def _check(
 
 
 @cache
-def _has_dependent_launch(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
 def _has_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0) and bool(extension().with_hopper)
 
 
 def _fits_cuda(x: Tensor, weight: Tensor) -> bool:
-    return x.dtype in HALF and x.shape[1] % 8 == 0 and _has_dependent_launch(x.device) and weight.data_ptr() % 16 == 0
+    outer, inner = weight.shape
+    return (
+        x.dtype in HALF and inner % 8 == 0 and outer % 2 == 0 and weight.data_ptr() % 16 == 0 and _has_hopper(x.device)
+    )
 
 
 def _pick(x: Tensor, weight: Tensor, invariant: bool, backend: BackendName | None) -> BackendName:
@@ -84,9 +81,9 @@ def linear(
 
     "cpp" (fp32 on the CPU, the default there): always invariant. It is also made for few rows: over the weights of
     SmolLM2-135M, on one core, 1 / 4 / 8 / 16 / 128 rows took 24 / 26 / 32 / 63 / 373 ms, torch (MKL) 45 / 64 / 74 / 99
-    / 429 ms. "cuda" (bf16 and fp16, compute capability 9.0, K a multiple of 8): always invariant, the default up to
-    SMALL_ROWS rows and with `invariant` (on compute capability 9.0 by csrc/cuda/hopper/invariant_linear.cu, of other
-    bits and fast for many rows too); starts while the kernel before it still runs, which must not write the weight.
+    / 429 ms. "cuda" (bf16 and fp16, compute capability 9.0, K a multiple of 8, N even): always invariant, the default
+    up to SMALL_ROWS rows and with `invariant`; starts while the kernel before it still runs, which must not write the
+    weight.
     "triton": always invariant, any dtype, slow; the default for the rest with `invariant`. "reference" (torch): every
     other dtype and device; one row at a time with `invariant`.
     Raises ValueError for wrong shapes and types, unless `checked` is False: for a caller that owns the weights and
@@ -100,8 +97,6 @@ def linear(
     x = x if x.stride(1) == 1 else x.contiguous()
     base = base if base is None or base.stride(1) == 1 else base.contiguous()
     if picked == "cuda":
-        if invariant and _has_hopper(x.device):
-            return _hopper(x, weight, bias, base, silu_mul, out)
         return _cuda(x, weight, bias, base, silu_mul, out)
     if silu_mul:
         return activate(linear(x, weight, bias, backend=picked, checked=False), out=out, checked=False)
@@ -139,52 +134,33 @@ def _torch(
     return product if out is None else out.copy_(product)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x with its rows at 16-byte borders."""
-    if x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0:
+def _aligned(x: Tensor, border: int) -> Tensor:
+    """x with its rows at multiples of `border` bytes."""
+    if x.data_ptr() % border == 0 and x.stride(0) * x.element_size() % border == 0:
         return x
-    return x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-def _hopper(
-    x: Tensor, weight: Tensor, bias: Tensor | None, base: Tensor | None, silu_mul: bool, out: Tensor | None
-) -> Tensor:
-    """csrc/cuda/hopper/invariant_linear.cu."""
-    x = _aligned(x)
-    (rows, inner), outer = x.shape, weight.shape[0]
-    if silu_mul and outer % 16:
-        return activate(_hopper(x, weight, bias, None, False, None), out=out, checked=False)
-    if out is None:
-        out = torch.empty(rows, outer // 2 if silu_mul else outer, dtype=x.dtype, device=x.device)
-    if rows == 0:
-        return out
-    workers = cuda._processor_count(x.device)
-    scratch = cuda._scratch_of(x.device)
-    partials = scratch.get("linear.invariant", extension().cuda_invariant_linear_partials(workers), x.device)
-    arrived = scratch.get("linear.invariant.arrived", extension().cuda_invariant_linear_counters(2**21), x.device)
-    extension().cuda_invariant_linear(
-        cuda.DTYPES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), cuda._address(bias), cuda._address(base),
-        0 if base is None else base.stride(0), out.data_ptr(), rows, outer, inner, silu_mul, partials.data_ptr(),
-        arrived.data_ptr(), workers, OVERLAP, stream=current_stream(x.device),
-    )
-    return out
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None, base: Tensor | None, silu_mul: bool, out: Tensor | None
 ) -> Tensor:
-    x = _aligned(x)
     (rows, inner), outer = x.shape, weight.shape[0]
+    if silu_mul and outer % 16:
+        return activate(_cuda(x, weight, bias, None, False, None), out=out, checked=False)
+    if out is not None and out.data_ptr() % 4:
+        return out.copy_(_cuda(x, weight, bias, base, silu_mul, None))
     if out is None:
         out = torch.empty(rows, outer // 2 if silu_mul else outer, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
+    x = _aligned(x, 16)
+    base = None if base is None else _aligned(base, 4)
     workers = cuda._processor_count(x.device)
     scratch = cuda._scratch_of(x.device)
     # Two sizes only, so that one call of each kind before a capture is enough: 9 MB, or 35 MB, on an H200.
     most = SMALL_ROWS if rows <= SMALL_ROWS else ROWS_PER_LAUNCH
     partials = scratch.get(f"linear.{most}", extension().cuda_linear_partials(most, workers), x.device)
-    arrived = scratch.get("linear.arrived", extension().cuda_linear_counters(ROWS_PER_LAUNCH, 2**20), x.device)
+    arrived = scratch.get("linear.arrived", extension().cuda_linear_counters(2**21), x.device)
     extension().cuda_linear(
         cuda.DTYPES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), cuda._address(bias), cuda._address(base),
         0 if base is None else base.stride(0), out.data_ptr(), rows, outer, inner, silu_mul, partials.data_ptr(),

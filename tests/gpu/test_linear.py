@@ -23,7 +23,7 @@ pytestmark = [
 HALF = [torch.bfloat16, torch.float16]
 # Whole and broken tiles and steps of 128, fewer stages than multiprocessors, one worker to many tiles, many to one.
 SHAPES = [
-    (8, 8), (128, 128), (1, 136), (576, 576), (960, 576), (300, 4096), (4608, 3584), (3584, 3584), (3584, 18944),
+    (8, 8), (128, 128), (2, 136), (576, 576), (960, 576), (300, 4096), (4608, 3584), (3584, 3584), (3584, 18944),
     (37888, 3584), (9000, 896),
 ]
 ROWS = [1, 2, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 256, 257, 600]
