@@ -198,6 +198,9 @@ class EngineConfig:
             got = f"dtype {self.dtype!r}, lm_head_dtype {self.lm_head_dtype!r}"
             raise refuse("EngineConfig.batch_invariant", "float32 throughout on the CPU, or device='cuda'", got,
                          "set both to 'float32': 16-bit products on the CPU round as the number of rows has it")
+        if self.batch_invariant and self.prefill_backend == "flashinfer":
+            raise refuse("EngineConfig.prefill_backend", "'auto' or 'triton' with batch_invariant",
+                         self.prefill_backend, "FlashInfer's sums depend on the batch")
         if self.mask_padding_ids is not None:
             _flag("EngineConfig.mask_padding_ids", self.mask_padding_ids)
         if self.stall_seconds is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import fake_flashinfer
@@ -12,6 +13,7 @@ import pytest
 import torch
 from tlt_kernels.attention import tree_attention
 from tlt_kernels.triton import attention as triton_attention
+from tlt_kernels.triton import invariant as triton_invariant
 
 from tests.engine.emulated import emulation
 from tests.engine.engines import OFF, greedy, tiny_engine, tokens
@@ -152,6 +154,20 @@ def test_what_is_missing_is_refused_with_a_remedy(runner: None, monkeypatch: pyt
         engine_with("flashinfer")
     with pytest.raises(ValueError, match="one of auto, flashinfer, triton, got 'fa3'"):
         EngineConfig(prefill_backend="fa3")
+    with pytest.raises(ValueError, match="'auto' or 'triton' with batch_invariant"):
+        EngineConfig(device="cuda", dtype="bfloat16", batch_invariant=True, prefill_backend="flashinfer")
+
+
+@pytest.mark.parametrize("prefill_backend", ["auto", "triton"])
+def test_batch_invariant_mode_never_asks_flashinfer(prefill_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton_invariant, "make_invariant", lambda *_, **__: PlayedAttention(SimpleNamespace(window=0)))
+    monkeypatch.setattr(cuda_pass, "ChunkAttention", lambda *_, **__: pytest.fail("FlashInfer in invariant mode"))
+    target = load_model(tiny_hf_model(**WIDE), dtype=BF16).model
+    made = CudaPass(
+        target, target.new_kv(4, 16), max_rows=64, max_batch=8, prefill_backend=prefill_backend, invariant=True
+    )
+    assert made.prefill_backend == "triton"
 
 
 def test_auto_says_once_why_it_took_ours(

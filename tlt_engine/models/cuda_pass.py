@@ -91,7 +91,7 @@ class CudaPass:
                 )
         if invariant:
             self._chunks = None
-            self.prefill_backend = check_invariant(model, self._invariant, prefill_backend)
+            self.prefill_backend = check_invariant(model, self._invariant)
         else:
             self._chunks = chunk_attention(prefill_backend, model, kv, self._scale)
             self.prefill_backend = "triton" if self._chunks is None else "flashinfer"
@@ -212,7 +212,7 @@ def chunk_attention(wanted: str, model: Transformer, kv: KVStorage, scale: float
         try:
             return ChunkAttention(shape, windows=c.windows, scale=scale, device=model.device)
         except Exception as error:  # of its compiler, too: anything at all
-            why, cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}", error
+            why, cause = f"{type(error).__name__}: {str(error).strip()[:300]}", error
     if wanted == "flashinfer":
         remedy = "pip install 'tlt-engine[cuda]', or set prefill_backend='triton'"
         raise refuse("EngineConfig.prefill_backend", "a model and a machine for FlashInfer", why, remedy) from cause
@@ -220,12 +220,9 @@ def chunk_attention(wanted: str, model: Transformer, kv: KVStorage, scale: float
     return None
 
 
-def check_invariant(model: Transformer, attention: Mapping[int, AnyInvariant], prefill_backend: str) -> str:
+def check_invariant(model: Transformer, attention: Mapping[int, AnyInvariant]) -> str:
     """The kernels that attend in batch-invariant mode, "cuda" or "triton". One word in the log where something takes a
     slow path; ValueError where nothing does."""
-    if prefill_backend == "flashinfer":
-        raise refuse("EngineConfig.prefill_backend", "'auto' or 'triton' with batch_invariant", prefill_backend,
-                     "FlashInfer's sums depend on the batch")
     capability = torch.cuda.get_device_capability(model.device)
     if capability < (8, 0):
         raise refuse("EngineConfig.batch_invariant", "a GPU of compute capability 8.0 or more", capability,
