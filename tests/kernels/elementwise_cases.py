@@ -13,11 +13,12 @@ STEP = {torch.float32: 2**-20, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
 
 def within_a_step(got: Tensor, wanted: Tensor) -> bool:
-    """Every element within a step of its dtype, and in half types all but 2 % the same bits."""
+    """Every element within a step of its dtype, and in half types all but 2 % (of few elements, all but one) the same
+    bits."""
     step = STEP[wanted.dtype]
     close = bool(((got.double() - wanted.double()).abs() <= step * wanted.double().abs() + step * 1e-3).all())
-    equal = float((got == wanted).double().mean())
-    return close and (wanted.dtype == torch.float32 or equal > 0.98)
+    differ = int((got != wanted).sum())
+    return close and (wanted.dtype == torch.float32 or differ <= max(1, 0.02 * wanted.numel()))
 
 
 @dataclass(frozen=True)
