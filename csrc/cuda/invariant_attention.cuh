@@ -613,8 +613,7 @@ __global__ void __launch_bounds__(256, 1) invariant_chunk(const InvariantStep s,
 template <typename... Arguments>
 void launch_in_line(void (*kernel)(Arguments...), int blocks, int threads, int bytes, cudaStream_t stream,
                     const char* name, const Arguments&... arguments) {
-  if (bytes > 48 * 1024)
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), name);
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), name);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
