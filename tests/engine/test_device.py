@@ -423,7 +423,6 @@ def test_what_does_not_fit_behind_a_frame_goes_on_its_own():
         frame.host["a"][:], frame.host["b"][:] = range(5), [7, 8, 9]
         small, large = where.put(torch.tensor([1.5, 2.5])), where.put(torch.arange(100))
         where.flush(frame, 0, 0)
-        where.sent()
         assert frame.device["a"].tolist() == [0, 1, 2, 3, 4] and frame.device["b"].tolist() == [7, 8, 9]
         assert small.tolist() == [1.5, 2.5] and torch.equal(large, torch.arange(100))
     assert small.data_ptr() - frame.device["a"].data_ptr() == frame.end == 64  # equal steps, equal addresses

@@ -189,7 +189,6 @@ class DeviceRunner(ModelRunner):
         if graph is not None:
             graph.replay()
         with torch.cuda.device(self.device), torch.inference_mode():
-            self._staging.sent()
             if key is None:
                 out = self._pass.forward(layout.inputs, capture=self.capture)
             else:
@@ -224,7 +223,6 @@ class DeviceRunner(ModelRunner):
             params = self._put(row_params(samples, packed, self.eos_ids, self.model.config.vocab_size), layout, rows)
         inputs = self._logit_rows(layout.inputs, packed)
         self._flush(batch.copies, layout.frame, [d.seq for d in batch.decodes] + [c.seq for c in batch.chunks])
-        self._staging.sent()
         host = packed.inputs
         chunks = Chunks(len(trees), rows, host.prefix_lens, host.node_indptr, host.page_table)
         out = self._pass.forward(inputs, chunks=chunks, capture=self.capture)
@@ -287,7 +285,7 @@ class DeviceRunner(ModelRunner):
         stream = torch.cuda.current_stream(self.device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
-        self._stream = stream
+        self._stream = self._staging.stream = stream
 
     def _layout(self, requests: int, rows: int, decode_rows: int) -> Layout:
         frame = self._staging.frame(frame_sections(requests, rows, decode_rows, self._pages))
@@ -333,7 +331,6 @@ class DeviceRunner(ModelRunner):
                 known[i] = len(sequences[i].pages)
             end = max(known[i] for i in changed)
             self._staging.flush_block(layout.frame, (changed[0], changed[-1] + 1), (first, end))
-            self._staging.sent()
 
     # ---------------------------------------------------------------- graphs
 
@@ -353,7 +350,6 @@ class DeviceRunner(ModelRunner):
         self._staging.begin(layout.frame)
         layout.clear()
         self._staging.flush(layout.frame, 0, 0)
-        self._staging.sent()
         logits = self._logits[: key.rows]
 
         def run() -> None:

@@ -70,6 +70,7 @@ class Staging:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._host, self._device = pinned(size), torch.zeros(size, dtype=torch.uint8, device=device)
+        self.stream: torch.cuda.Stream | None = None  # torch's current one; to look it up takes the event 5 us a step
         self._copied = torch.cuda.Event()
         self._used = 0
         self._kept: list[Tensor] = []  # host tensors whose copies may still run
@@ -88,7 +89,7 @@ class Staging:
         self.open(frame)
 
     def open(self, frame: Frame) -> None:
-        """As begin, when there has been a wait since the last `sent`."""
+        """As begin, when there has been a wait since the last copy."""
         self._kept.clear()
         self._used = frame.end
 
@@ -103,8 +104,8 @@ class Staging:
         return device_view(self._device, self._used - size, shape, tensor.dtype)
 
     def flush(self, frame: Frame, rows: int, columns: int) -> None:
-        """Sends all that is in use; call sent() soon, but it may be behind the launch. Of a wide frame's table only the
-        first `rows` by `columns`; what lies outside them on the device is then anything."""
+        """Sends all that is in use. Of a wide frame's table only the first `rows` by `columns`; what lies outside them
+        on the device is then anything."""
         if not frame.wide:
             self._copy(0, self._used)
             return
@@ -114,16 +115,13 @@ class Staging:
         self.flush_block(frame, (0, rows), (0, columns))
 
     def flush_block(self, frame: Frame, rows: tuple[int, int], columns: tuple[int, int]) -> None:
-        """Sends rows [first, end) by columns [first, end) of the frame's table; call sent() soon."""
+        """Sends rows [first, end) by columns [first, end) of the frame's table."""
         table = frame.host[frame.table]
         pitch, item = table.strides
         start = frame.offsets[frame.table] + rows[0] * pitch + columns[0] * item
         width, height = (columns[1] - columns[0]) * item, rows[1] - rows[0]
         copy_block(self._device, self._host, start, pitch, width, height, self._device.device)
-
-    def sent(self) -> None:
-        """What wait() waits for: all copies so far."""
-        self._copied.record()
+        self._copied.record(self.stream)
 
     def wait(self) -> None:
         """Until the host arrays may be written again."""
@@ -131,6 +129,7 @@ class Staging:
 
     def _copy(self, start: int, end: int) -> None:
         copy_bytes(self._device, self._host, start, end, self._device.device)
+        self._copied.record(self.stream)
 
 
 class Results:
