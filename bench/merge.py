@@ -27,7 +27,7 @@ def merge(file: Path, commit: str | None = None, folder: Path = RESULTS) -> int:
         for entry in fresh:
             if commit is None and entry["commit"] == "unknown":
                 raise ValueError(f"commit: expected the measured commit, got {entry['commit']!r}; pass --commit")
-            entry["commit"] = commit or entry["commit"]
+            entry["commit"] = commit[:12] if commit else entry["commit"]  # as long as bench.results writes it
             kept[_identity(entry)] = entry
         half = target.with_suffix(".json.new")  # a reader must never meet half a file
         half.write_text(json.dumps(list(kept.values()), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -170,7 +170,7 @@ def test_merged_records_say_what_was_measured(tmp_path: Path) -> None:
         (away / "area.json").write_text(json.dumps([entry]))
         assert merge.merge(away / "area.json", "f" * 40, here) == 1
         kept = results.load("area", folder=here)
-        assert [e["value"] for e in kept] == [1.0, 3.0] and kept[1]["commit"] == "f" * 40
+        assert [e["value"] for e in kept] == [1.0, 3.0] and kept[1]["commit"] == "f" * 12
     entry["commit"] = "unknown"
     (away / "area.json").write_text(json.dumps([entry]))
     with pytest.raises(ValueError, match="pass --commit"):
