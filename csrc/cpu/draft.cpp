@@ -11,8 +11,9 @@ constexpr int64_t kSpan = 1024;  // ids between two looks at the k-th best: 16 b
 
 bool before(const Entry& a, const Entry& b) { return a.z > b.z || (a.z == b.z && a.id < b.id); }
 
+// The k best of the first `count` stand first, the k-th of them last.
 void keep_best(std::vector<Entry>& entries, int64_t count, int64_t k) {
-  if (count > k) std::nth_element(entries.begin(), entries.begin() + (k - 1), entries.begin() + count, before);
+  if (count >= k) std::nth_element(entries.begin(), entries.begin() + (k - 1), entries.begin() + count, before);
 }
 
 // The column of target id `token`: offsets ascend, so target ids do.

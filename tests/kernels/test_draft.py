@@ -98,6 +98,18 @@ def test_a_real_vocabulary() -> None:
     assert_same(ours, theirs, torch.ones(rows, dtype=torch.bool))
 
 
+def test_exactly_k_found_so_far() -> None:
+    """The bound is the k-th best even when no more than k have been seen: 8 in the first span of 1024 ids, 4 after."""
+    rows, vocab = 100, 4096
+    logits = torch.full((rows, vocab), NEG_INF)
+    for row in range(rows):
+        logits[row, torch.randperm(1024, generator=torch.Generator().manual_seed(row))[:8]] = 0.0
+    logits[:, 1500:1504] = 0.0
+    ids, params = make_ids(rows), RowParams.plain(rows)
+    ours, theirs = (noisy_top_k(logits, ids, params, 8, backend=b) for b in ("cpp", "reference"))
+    assert_same(ours, theirs, torch.ones(rows, dtype=torch.bool))
+
+
 FULL = {
     "plain": {},
     "filters": {"top_k": 5, "top_p": 0.9, "min_p": 0.01},
