@@ -127,5 +127,55 @@ def check(
     raise typer.Exit(0 if kept else 1)
 
 
+@app.command("train-drafter")
+def train_drafter(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="Folder for the trained drafter, in the form that SGLang loads.")],
+    minutes: Annotated[float, typer.Option(help="Wall time, rollouts included.")] = 10.0,
+    prompts: PromptFile = None,
+    task: Annotated[str, typer.Option(help="reasoning-gym task, when there is no --prompts.")] = "products",
+    tasks: Annotated[int, typer.Option(help="Distinct questions of the task.")] = 256,
+    drafter: Annotated[Path | None, typer.Option(help="A drafter's folder to go on from; none: from zero.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts a round.")] = 16,
+    n: Annotated[int, typer.Option(min=1, help="Samples a prompt.")] = 4,
+    temperature: Annotated[float, typer.Option(help="Of the rollouts that it learns from.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens a sample.")] = 256,
+    profile: Annotated[str, typer.Option(help="Draft trees while it learns: depth_topk_verify.")] = "5_4_16",
+    draft_vocab: Annotated[int | None, typer.Option(help="Reduced draft vocabulary; none: the target's head.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="AdamW's.")] = 1e-3,
+    train_share: Annotated[float, typer.Option(help="Seconds of training a second of rollouts.")] = 1.0,
+    seed: Seed = 0,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    plot: Annotated[Path | None, typer.Option(help="A picture of loss and accept length.")] = None,
+    json: Json = False,
+) -> None:
+    """Train a drafter on the rollouts of the model itself."""
+    from tlt_engine.cli import train_drafter as command
+
+    command.run(
+        model, out, prompts=prompts, task=task, tasks=tasks, start=drafter, dtype=dtype, device=device, plot=plot,
+        settings=command.Settings(
+            minutes=minutes, batch=batch, n=n, temperature=temperature, max_tokens=max_tokens,
+            profile=command.parse_profile(profile), draft_vocab=draft_vocab, learning_rate=learning_rate,
+            train_share=train_share, seed=seed,
+        ), as_json=json,
+    )  # fmt: skip
+
+
+@app.command()
+def export(
+    model: Model,
+    drafter: Annotated[Path, typer.Argument(help="The drafter's folder, of any of the three forms.")],
+    out: Annotated[Path, typer.Option(help="Folder for the copy.")],
+    to: Annotated[str, typer.Option(help="sglang, vllm or speculators.")] = "sglang",
+    json: Json = False,
+) -> None:
+    """Write a drafter in the form that another engine loads."""
+    from tlt_engine.cli import train_drafter as command
+
+    command.export(model, drafter, out, to=to, as_json=json)
+
+
 def main() -> None:
     app()

@@ -1,0 +1,226 @@
+"""`tlt train-drafter`: a drafter from zero, or from a folder, learns from the engine's own rollouts. `tlt export`: a
+drafter's folder for other engines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from tlt_engine.cli import show
+from tlt_engine.cli.rollout import params_for
+from tlt_engine.cli.tasks import as_chat, identity, load_tasks, read_prompts
+from tlt_engine.config import EngineConfig, Profile, SamplingParams, SpeculationConfig, refuse
+from tlt_engine.rng import derive_seed
+
+if TYPE_CHECKING:
+    from tlt_engine.engine.engine import RolloutEngine
+    from tlt_engine.models.eagle import EagleModel
+    from tlt_engine.models.loader import LoadedModel
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `tlt train-drafter` was told. train_share: seconds of training a second of rollouts."""
+
+    minutes: float
+    batch: int
+    n: int
+    temperature: float
+    max_tokens: int
+    profile: Profile
+    draft_vocab: int | None
+    learning_rate: float
+    train_share: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """One batch rolled out and trained on. accept_length: tokens a target pass in its rollouts, bonus included."""
+
+    minutes: float
+    accept_length: float
+    loss: float | None
+    agreement: float | None
+    steps: int
+
+
+def run(
+    model: str, out: Path, *, prompts: Path | None, task: str, tasks: int, start: Path | None, settings: Settings,
+    dtype: str, device: str, plot: Path | None, as_json: bool,
+) -> None:
+    if out.exists() and any(out.iterdir()):
+        raise refuse("--out", "a folder that does not exist or is empty", str(out), "choose another")
+    asked = as_chat(read_prompts(prompts)) if prompts is not None else load_tasks(task, tasks, settings.seed).prompts
+
+    from tlt_engine import RolloutEngine
+    from tlt_engine.models import load_model
+    from tlt_engine.models.eagle_checkpoint import export_drafter
+
+    loaded = load_model(model, dtype=dtype, device=device)
+    drafter = _starting_drafter(loaded, start, asked, settings, EngineConfig(dtype=dtype, device=device))
+    engine = RolloutEngine(
+        loaded, EngineConfig(dtype=dtype, device=device, speculation=SpeculationConfig(
+            method="learned", profile=settings.profile, min_chance=0.0)), drafter=drafter,
+    )
+    rounds: list[Round] = []
+    with _bar() as bar:
+        line = bar.add_task("training", total=settings.minutes, note="")
+        for done in train(engine, asked, settings):
+            rounds.append(done)
+            loss = "" if done.loss is None else f"loss {done.loss:.2f}, "
+            bar.update(line, completed=min(done.minutes, settings.minutes),
+                       note=f"{loss}accept length {done.accept_length:.2f}, {done.steps} steps")
+    serving = engine.drafter.model  # type: ignore[union-attr]
+    export_drafter(serving, out, to="sglang")
+    if plot is not None:
+        draw(plot, rounds)
+    report = {
+        "out": str(out), "rounds": [vars(r) for r in rounds], "minutes": rounds[-1].minutes,
+        "steps": rounds[-1].steps, "accept_length_first": rounds[0].accept_length,
+        "accept_length_last": rounds[-1].accept_length, "parameters": sum(p.numel() for p in serving.parameters()),
+    }
+    if as_json:
+        show.print_json(report)
+    else:
+        show.print_pairs("drafter", {
+            "folder": str(out), "optimiser steps": f"{report['steps']:,} in {report['minutes']:.1f} min",
+            "accept length (bonus included)":
+                f"{report['accept_length_first']:.2f} in the first rollouts, {report['accept_length_last']:.2f} in the "
+                "last", "weights": f"{report['parameters']:,}", **({"plot": str(plot)} if plot else {}),
+        })
+
+
+def parse_profile(text: str) -> Profile:
+    """"5_4_16" as Profile(depth=5, top_k=4, verify=16)."""
+    try:
+        depth, top_k, verify = (int(part) for part in text.split("_"))
+    except ValueError:
+        raise refuse("--profile", "depth_topk_verify, such as 5_4_16", text, "write three integers") from None
+    return Profile(depth, top_k, verify)
+
+
+def train(engine: RolloutEngine, prompts: Sequence[Any], settings: Settings) -> Iterator[Round]:
+    """Roll out a batch, train on what was seen of it, and again until the minutes are over; at least one round."""
+    from tlt_engine.rl.adaptive import AdaptiveConfig, AdaptiveDrafter
+    from tlt_engine.training.trainer import TrainerConfig
+
+    adaptive = AdaptiveDrafter(engine, AdaptiveConfig(
+        trainer=TrainerConfig(lr=settings.learning_rate, seed=settings.seed), slice_ms=200.0,
+    ))
+    began = time.perf_counter()
+    number = 0
+    while number == 0 or time.perf_counter() - began < 60 * settings.minutes:
+        first = number * settings.batch
+        batch = [prompts[i % len(prompts)] for i in range(first, first + settings.batch)]
+        params = [
+            SamplingParams(
+                n=settings.n, temperature=settings.temperature, max_tokens=settings.max_tokens, detokenize=False,
+                seed=derive_seed(settings.seed, number, f"{i}:{identity(prompt)}"),
+            )
+            for i, prompt in enumerate(batch)
+        ]
+        rolling = time.perf_counter()
+        engine.generate(batch, params)
+        rolled = time.perf_counter()
+        left = 60 * settings.minutes - (rolled - began)
+        report = adaptive.train_drafter(min(settings.train_share * (rolled - rolling), max(left, 1.0)))
+        number += 1
+        agreement = report["agreement"]
+        yield Round(
+            (time.perf_counter() - began) / 60, report["accept_length"] or 1.0, report["loss"],
+            agreement[0] if agreement else None, report["steps"],
+        )
+    adaptive.close()
+
+
+def _starting_drafter(
+    loaded: LoadedModel, start: Path | None, prompts: Sequence[Any], settings: Settings, config: EngineConfig
+) -> EagleModel:
+    """From a folder; or fresh, with the draft vocabulary of one batch's rollouts if one is asked for."""
+    import torch
+
+    from tlt_engine.models.eagle import EagleConfig, EagleModel
+
+    if start is not None:
+        from tlt_engine.models.eagle_checkpoint import load_drafter
+
+        return load_drafter(start, loaded.model)
+    shape = EagleConfig.for_target(loaded.config, draft_vocab_size=settings.draft_vocab)
+    model = EagleModel(shape, dtype=loaded.model.dtype, device=loaded.model.device)
+    model.initialise(torch.Generator().manual_seed(settings.seed))
+    if settings.draft_vocab is not None:
+        model.set_vocabulary(_vocabulary(loaded, prompts[: settings.batch], settings, config))
+        model.bind(loaded.model).copy_head()
+    return model
+
+
+def _vocabulary(loaded: LoadedModel, prompts: Sequence[Any], settings: Settings, config: EngineConfig) -> Any:
+    from tlt_engine import RolloutEngine
+    from tlt_engine.training.vocabulary import choose_vocabulary, count_tokens
+
+    assert settings.draft_vocab is not None
+    params = params_for(prompts, settings.seed, n=settings.n, temperature=settings.temperature,
+                        max_tokens=settings.max_tokens, detokenize=False)
+    outputs = RolloutEngine(loaded, config).generate(prompts, params)
+    counts = count_tokens((s.token_ids for o in outputs for s in o.outputs), loaded.config.vocab_size)
+    return choose_vocabulary(counts, settings.draft_vocab, always=loaded.eos_ids)
+
+
+def export(model: str, drafter: Path, out: Path, *, to: str, as_json: bool) -> None:
+    """Rewrite a drafter's folder for another engine."""
+    from tlt_engine.models import load_model
+    from tlt_engine.models.eagle_checkpoint import export_drafter, load_drafter
+
+    target = load_model(model)
+    export_drafter(load_drafter(drafter, target.model), out, to=to)
+    files = sorted(p.name for p in out.iterdir())
+    if as_json:
+        show.print_json({"out": str(out), "to": to, "files": files})
+    else:
+        show.print_pairs(f"drafter for {to}", {"folder": str(out), "files": ", ".join(files)})
+
+
+def draw(path: Path, rounds: Sequence[Round]) -> None:
+    """Loss and accept length over minutes, one picture. ImportError says how to get matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError(f"matplotlib: {error}; pip install 'tlt-engine[demo]'") from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from tlt_engine.cli.plot import FAINT, INK, PLAIN, SPECULATIVE
+
+    with matplotlib.rc_context({"font.size": 10, "axes.edgecolor": INK, "axes.spines.top": False}):
+        figure = Figure(figsize=(7.5, 4.2), dpi=130, layout="constrained")
+        FigureCanvasAgg(figure)
+        left = figure.subplots()
+        minutes = [r.minutes for r in rounds]
+        left.plot(minutes, [r.accept_length for r in rounds], color=SPECULATIVE, linewidth=2, marker="o", markersize=3)
+        left.set_xlabel("minutes, rollouts included")
+        left.set_ylabel("accept length of the round's rollouts (bonus included)", color=SPECULATIVE)
+        left.set_ylim(bottom=1.0)
+        left.grid(axis="y", color=FAINT, linewidth=0.8)
+        left.set_axisbelow(True)
+        right = left.twinx()
+        trained = [r for r in rounds if r.loss is not None]
+        right.plot([r.minutes for r in trained], [r.loss for r in trained], color=PLAIN, linewidth=1.5, linestyle="--")
+        right.set_ylabel("loss (nats, summed over the unroll)", color=INK)
+        left.set_title("A drafter learning from its target's rollouts")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+
+
+def _bar() -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal,
+    )
