@@ -13,9 +13,8 @@ Writes DIR/gpu.json.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from tlt_kernels.norm import rms_norm
 from tlt_kernels.rope import rope_write_kv
 from torch import Tensor
 
+from bench.gpu_timing import Timing, time_graph
 from bench.results import record
 
 COMMAND = "python -m bench.kernels_linear"
@@ -35,27 +35,6 @@ SHAPES = {
 }
 REPLAYS = 11
 MODEL = {"model": "7B geometry", "weights": "random"}
-Times = tuple[float, float, float]  # median, least, most, in us
-
-
-def time_graph(work: Callable[[], object], replays: int = REPLAYS) -> Times:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        work()
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-    for _ in range(2):
-        graph.replay()
-    for start, stop in pairs:
-        start.record()
-        graph.replay()
-        stop.record()
-    torch.cuda.synchronize()
-    times = sorted(start.elapsed_time(stop) * 1e3 for start, stop in pairs)
-    return statistics.median(times), times[0], times[-1]
 
 
 class Model:
@@ -73,21 +52,17 @@ class Model:
         self.kv = torch.zeros(LAYERS, 2, 64, 16, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
         self.bytes = sum(w.numel() * 2 for held in self.weights.values() for w in held)
 
-    def alone(self, name: str, rows: int, backend: str) -> Times:
+    def alone(self, name: str, rows: int, backend: str) -> Timing:
         """Of one call."""
         outer, inner = SHAPES[name]
         x = torch.randn(rows, inner, device="cuda").bfloat16()
         out = torch.empty(rows, outer, dtype=torch.bfloat16, device="cuda")
         weights = self.weights[name] * (4 if name == "head" else 1)
 
-        def work() -> None:
-            for weight in weights:
-                linear(x, weight, out=out, backend=backend)  # type: ignore[arg-type]
+        calls = [partial(linear, x, weight, out=out, backend=backend) for weight in weights]  # type: ignore[arg-type]
+        return time_graph(calls, REPLAYS)
 
-        median, least, most = time_graph(work)
-        return median / len(weights), least / len(weights), most / len(weights)
-
-    def chain(self, kind: str, rows: int, backend: str) -> Times:
+    def chain(self, kind: str, rows: int, backend: str) -> Timing:
         x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
         positions = torch.arange(rows, device="cuda")
         out = {n: torch.empty(rows, s[0], dtype=torch.bfloat16, device="cuda") for n, s in SHAPES.items()}
@@ -127,16 +102,16 @@ class Model:
             product(norm(h, added)[0], self.weights["head"][0], out["head"])
 
         work = layers if kind == "layers" else products
-        times = time_graph(work)
+        times = time_graph([work], REPLAYS)
         if not bool(out["head"].isfinite().all()):
             raise ValueError(f"chain {kind} {rows} {backend}: expected finite outputs; the timing would mean nothing")
         return times
 
 
-def save(out: Path, metric: str, times: Times, scale: float, unit: str, params: dict[str, object]) -> None:
-    median, least, most = (t * scale for t in times)
+def save(out: Path, metric: str, times: Timing, scale: float, unit: str, params: dict[str, object]) -> None:
     record(
-        "gpu", metric, median, unit, MODEL | params, command=COMMAND, spread=[least, most], runs=REPLAYS, folder=out
+        "gpu", metric, times.us * scale, unit, MODEL | params, command=COMMAND,
+        spread=[times.low * scale, times.high * scale], runs=REPLAYS, folder=out,
     )
 
 
@@ -147,7 +122,7 @@ def alone(model: Model, rows: list[int], out: Path) -> None:
             cells = []
             for backend in ("cuda", "reference"):
                 times = model.alone(name, r, backend)
-                cells.append(f"{backend} {times[0]:7.2f} ({outer * inner * 2 / times[0] / 1e6:.2f})")
+                cells.append(f"{backend} {times.us:7.2f} ({outer * inner * 2 / times.us / 1e6:.2f})")
                 save(out, "linear.us", times, 1, "us", {"product": name, "rows": r, "backend": backend})
             print(f"  {name:8} rows {r:3}: " + "  ".join(cells), flush=True)
 
@@ -159,13 +134,13 @@ def chains(model: Model, rows: list[int], out: Path) -> None:
         for kind in ("products", "layers"):
             for backend in ("cuda", "reference"):
                 times = model.chain(kind, r, backend)
-                cells.append(f"{kind} {backend} {times[0] / 1e3:.3f}")
+                cells.append(f"{kind} {backend} {times.us / 1e3:.3f}")
                 save(out, "linear.chain", times, 1e-3, "ms", {"kind": kind, "rows": r, "backend": backend})
             if kind == "products":
                 linear_module.OVERLAP = False
                 times = model.chain(kind, r, "cuda")
                 linear_module.OVERLAP = True
-                cells.append(f"{kind} cuda one by one {times[0] / 1e3:.3f}")
+                cells.append(f"{kind} cuda one by one {times.us / 1e3:.3f}")
         print(f"  rows {r:3}: " + "  ".join(cells), flush=True)
 
 
