@@ -10,9 +10,6 @@ sets. Writes DIR/gpu.json. Correctness is tests/gpu's.
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,42 +18,13 @@ from tlt_kernels import cuda
 from tlt_kernels.params import NoiseIds, RowParams, Walk
 from torch import Tensor
 
+from bench.gpu_timing import Timing, time_graph
 from bench.results import record
 
 VOCAB = 151936
 COLD_BYTES = 160 << 20  # L2 holds 60 MB
 COMMAND = "python -m bench.kernels_sampler"
 INT = torch.int32
-
-
-@dataclass(frozen=True)
-class Timing:
-    us: float
-    low: float
-    high: float
-
-
-def time_graph(calls: Sequence[Callable[[], object]], replays: int = 15) -> Timing:
-    """Microseconds a call: one graph of all calls, timed by events around each replay."""
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        times = []
-        for _ in range(replays + 3):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    kept = times[3:]
-    return Timing(statistics.median(kept), min(kept), max(kept))
 
 
 def identities(rows: int) -> NoiseIds:
