@@ -14,9 +14,18 @@ void tree_attention(const AttentionArgs& args, uint64_t stream) {
 }
 
 #ifndef TLT_HOPPER
-void attend_hopper(const AttentionArgs&, uint64_t) {
-  throw std::invalid_argument("hopper: expected a build for compute capability 9.0; rebuild with 90 among TLT_CUDA_ARCHITECTURES");
+namespace {
+
+[[noreturn]] void refuse_hopper() {
+  throw std::invalid_argument(
+      "hopper: expected a build for compute capability 9.0; rebuild with 90 among TLT_CUDA_ARCHITECTURES");
 }
+
+}  // namespace
+
+void attend_hopper(const AttentionArgs&, uint64_t) { refuse_hopper(); }
+
+int attention_clusters(int, int, int) { refuse_hopper(); }
 #endif
 
 }  // namespace tlt::cuda

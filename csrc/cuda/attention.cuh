@@ -2,7 +2,7 @@
 // page. A group of WM warps (16 * MT rows each) works alone through every WK-th cell of its item, with its own ring of
 // cells in shared memory: nothing but the last reduction joins the groups. Rows of 256 bytes are stored with their 16
 // chunks permuted (chunk ^ row % 8), so that ldmatrix meets no bank conflict.
-// Hopper has hopper/attention.cu for tiles of more than 16 rows.
+// Hopper has hopper/attention.cu.
 #pragma once
 #include "attention_common.cuh"
 
@@ -381,9 +381,8 @@ void launch_stages(const AttentionArgs& a, cudaStream_t stream) {
 template <typename T>
 void tree_attention_typed(const AttentionArgs& a, uint64_t address) {
   const cudaStream_t stream = as_stream(address);
-  if (a.hopper) {
-    attend_hopper(a, address);
-  } else switch (a.block_m) {
+  if (a.hopper) return attend_hopper(a, address);
+  switch (a.block_m) {
     case 16: launch_stages<T, 1, 1, 4>(a, stream); break;
     case 32: launch_stages<T, 2, 1, 4>(a, stream); break;
     case 64: launch_stages<T, 2, 2, 4>(a, stream); break;

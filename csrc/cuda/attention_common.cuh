@@ -73,13 +73,13 @@ __device__ __forceinline__ float quad_sum(float x) {
 __device__ __forceinline__ float finite(float top) { return top == kNone ? 0.0f : top; }
 
 struct Item {
-  int request, node, begin, end, splits, first_row, nodes, prefix;
+  int request, node, begin, end, splits, split, first_row, nodes, prefix;
   bool chunked;
 };
 
 __device__ __forceinline__ Item read_item(const int32_t* items, int index) {
   const int4 a = reinterpret_cast<const int4*>(items)[index * 2], b = reinterpret_cast<const int4*>(items)[index * 2 + 1];
-  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z >> 1, b.w, (b.z & 1) != 0};
+  return {a.x, a.y, a.z, a.w, b.x & 0xffff, b.x >> 16, b.y, b.z >> 1, b.w, (b.z & 1) != 0};
 }
 
 // Row m of an item's tile is query head m % group of node m / group.

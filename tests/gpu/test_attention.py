@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from tlt_kernels.reference.attention import tree_attention as reference
 from torch import Tensor
 
 from tests.kernels.attention_cases import Case, make_case
+
+if TYPE_CHECKING:
+    from tlt_kernels.triton.attention import Tiling, TreeAttention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,6 +93,58 @@ def test_triton_where_the_cuda_kernels_are_the_default(page: int, group: int, dt
     trees = make_case([(1000, 1, False), (65, 90, True), (0, 0, False), (64, 33, False), (1003, 120, False)],
                       heads=2 * group, kv_heads=2, head_dim=128, page=page, dtype=dtype, seed=group).to("cuda")
     assert worst(run(trees, cuda=True), expected(trees), len(trees.q)) < BOUND[dtype]
+
+
+def run_tiled(case: Case, tiling: Tiling) -> tuple[Tensor, TreeAttention]:
+    from tlt_kernels.triton.attention import Geometry, TreeAttention
+
+    _, page, kv_heads, head_dim = case.k_cache.shape
+    attention = TreeAttention(
+        Geometry(case.q.shape[1], kv_heads, head_dim, page, case.q.dtype), max_rows=len(case.q),
+        max_batch=len(case.step["prefix_lens"]), device="cuda", tiling=tiling,
+    )
+    out = torch.full_like(case.q, float("nan"))
+    attention.run(attention.plan(**case.step), case.q, case.k_cache, case.v_cache, scale=case.scale, out=out)
+    return out, attention
+
+
+RAGGED = [
+    (5000, 16, False), (70, 3, False), (1, 40, False), (0, 0, False), (2000, 1, False), (3000, 61, True),
+    (31, 1, False),
+]
+STEPS = {"ragged": RAGGED, "tree": RAGGED[:1], "plain": RAGGED[4:5], "many": MIXED[:2] * 9}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("group", [1, 7, 8, 40])
+@pytest.mark.parametrize(("cluster", "programs"), [(1, 1), (2, 1), (3, 1), (7, 1), (8, 1), (1, 2), (4, 2)])
+def test_splits_merge_in_clusters_of_any_size(cluster: int, programs: int, group: int, dtype: torch.dtype) -> None:
+    """And leave the counts of arrivals as they found them, so that the next layer merges too."""
+    from tlt_kernels.triton.attention import hopper_tiling
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    for requests in (RAGGED, RAGGED[:1], RAGGED[:3]):
+        if programs == 2 and math.ceil(sum(n for _, n, _ in requests) / len(requests)) * group > 64:
+            continue  # tiles of 128 rows have no two programs
+        case = make_case(
+            requests, heads=2 * group, kv_heads=2, head_dim=128, page=16, dtype=dtype, seed=group
+        ).to("cuda")
+        out, attention = run_tiled(case, hopper_tiling(cluster, programs))
+        assert worst(out, expected(case), len(case.q)) < BOUND[dtype]
+        assert not bool(attention._arrivals.any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("group", [1, 7, 8])
+@pytest.mark.parametrize("step", STEPS)
+def test_the_kernels_that_older_gpus_run(step: str, group: int, dtype: torch.dtype) -> None:
+    from tlt_kernels.triton.attention import Geometry, cuda_tiling, tile_rows
+
+    requests = STEPS[step]
+    case = make_case(requests, heads=2 * group, kv_heads=2, head_dim=128, page=16, dtype=dtype, seed=group).to("cuda")
+    block_m = tile_rows(Geometry(2 * group, 2, 128, 16, dtype), len(case.q), len(requests))
+    assert worst(run_tiled(case, cuda_tiling(block_m))[0], expected(case), len(case.q)) < BOUND[dtype]
 
 
 def test_strided_caches_and_rows_of_a_wider_product() -> None:

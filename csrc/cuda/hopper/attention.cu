@@ -1,265 +1,330 @@
-// Tree attention on Hopper's warpgroup matrix units (wgmma): tiles of WM * 64 rows, blocks of 64 keys. A warpgroup holds
-// 64 rows of q in registers and reads K and V from a ring of blocks in shared memory that all warpgroups fill, 16 bytes
-// a copy, since the keys of a block lie in several pages. While one warpgroup takes exponentials the other multiplies.
-//
-// mma.sync (attention.cuh) does the same work at 2.4 us a block of 64 keys and 128 rows, where memory delivers one in
-// 1.05 us: each warp must fetch all of K and V from shared memory for its 32 rows, and no overlap is left.
-#include <type_traits>
+// Tree attention on Hopper: tiles of MT * 64 rows, blocks of 64 keys. Four warps ask the copy engine for boxes of 16
+// keys of K and V, up to 190 KB ahead (one thread alone issued too slowly: 3.6 instead of 4.5 TB/s); a warpgroup for each
+// 64 rows multiplies (wgmma), and takes the exponentials of a block while the values of the block before are summed.
+// Nothing joins the warpgroups but the rings of K and V. merge.cuh puts the splits of a tile together.
+#include "cuda/hopper/merge.cuh"
 
-#include "cuda/attention_common.cuh"
+#pragma nv_diag_suppress 177  // the pass without wgmma leaves the kernel empty
 
 namespace tlt::cuda {
 namespace {
 
-constexpr int kKeys = 64, kHalfBytes = kKeys * 128, kBlockBytes = 4 * kHalfBytes;  // K: two halves of D, V: two
+constexpr int kKeys = 64, kBlockBytes = kKeys * kDim * 2;  // of K or of V
+constexpr int kCellKeys = 16, kCells = kKeys / kCellKeys, kCellBytes = kCellKeys * kDim * 2;
+// A row's exponents are taken relative to a score of its own that a later one may exceed by this (base 2): the sums
+// need no new scale at every maximum, and weights of up to 256 lose nothing in any of the types.
+constexpr float kSlack = 8.0f;
 
-// Rows of 128 bytes, 8 of them a group of 1024 bytes whose 16-byte chunks are permuted by row % 8. Serves K (D
-// contiguous) and one half of V (D contiguous, transposed by the instruction), where one stride is enough.
-__device__ __forceinline__ uint64_t descriptor(uint32_t at) {
-  constexpr uint64_t stride = 1024 >> 4, swizzle_128 = 1;
-  return ((at & 0x3ffff) >> 4) | stride << 16 | stride << 32 | swizzle_128 << 62;
-}
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-
-// Keeps the compiler from moving reads or writes of d across, since it sees no use of d in the asynchronous product.
-template <int N>
-__device__ __forceinline__ void pin(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
-// d [64 rows, 64 columns] (+)= a [64, 16] * b [16, 64]; kTransposed: b lies column by column (V).
-template <typename T, int kTransposed>
-__device__ __forceinline__ void wgmma(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int add) {
-#define TLT_WGMMA(TYPE)                                                                                              \
-  asm volatile(                                                                                                      \
-      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"                                                                      \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                                    \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;}\n"                                                         \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]) \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransposed))
-  if constexpr (std::is_same_v<T, __half>) {
-    TLT_WGMMA("f16");
-  } else {
-    TLT_WGMMA("bf16");
-  }
-#undef TLT_WGMMA
-}
-
-// Thread: rows warp * 16 + lane / 4 and 8 below; column 8 * j + lane % 4 * 2 + e is element 4 * j + 2 * h + e.
-template <typename T, int WM, int STAGES>
-__global__ void __launch_bounds__(128 * WM) attend_wgmma(const AttentionArgs a) {
+// Thread of a warpgroup: rows warp * 16 + lane / 4 and 8 below; column 8 * j + lane % 4 * 2 + e is element
+// 4 * j + 2 * h + e. Grid (items padded to whole clusters, Hkv).
+template <typename T, int MT, int STAGES, int RESIDENT>
+__global__ void __launch_bounds__(128 * MT + 128, RESIDENT)
+    attend_wgmma(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+                 const AttentionArgs a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr int M = 64 * WM, kThreads = 128 * WM;
+  constexpr int kWarps = 4 * MT;
+  constexpr int kEach = 65536 / RESIDENT / (128 * MT + 128);  // registers of a thread, if those that copy give none
+  constexpr bool kGive = kEach < 240;
   extern __shared__ unsigned char unaligned[];
-  const int index = blockIdx.x, head = blockIdx.y, lane = threadIdx.x & 31;
+  __shared__ uint64_t barriers[4 * STAGES];
+  const uint32_t keys = (shared_address(unaligned) + 1023) & ~1023u, values = keys + STAGES * kBlockBytes;
+  uint32_t first_barrier;  // computed once: the compiler would do it again at each use
+  asm volatile("mov.u32 %0, %1;" : "=r"(first_barrier) : "r"(shared_address(barriers)));
+  const auto key_filled = [&](int stage) { return first_barrier + 8 * stage; };
+  const auto value_filled = [&](int stage) { return key_filled(STAGES + stage); };
+  const auto key_freed = [&](int stage) { return key_filled(2 * STAGES + stage); };
+  const auto value_freed = [&](int stage) { return key_filled(3 * STAGES + stage); };
+  const int index = blockIdx.x, head = blockIdx.y, lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(kAll, threadIdx.x / 32, 0);
   let_next_kernel_start();
+  if (threadIdx.x == 0) {
+    fetch_map(k_map), fetch_map(v_map);
+    for (int i = 0; i < 2 * STAGES; ++i) start_barrier(key_filled(i), kCells), start_barrier(key_freed(i), kWarps);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
   if (!a.early) wait_for_kernel_in_front();
-  const Item item = read_item(a.items, index);
+  Item item{};
+  if (index < a.max_items) item = read_item(a.items, index);
   if (item.splits == 0) {
     if (a.early) wait_for_kernel_in_front();  // so that this kernel's end implies the end of all before it
     return;
   }
-  const int begin = item.begin * 16, limit = min(item.prefix + item.nodes, item.end * 16);  // keys
+  const int begin = item.begin * kCellKeys, limit = min(item.prefix + item.nodes, item.end * kCellKeys);  // keys
   const int count = (limit - begin + kKeys - 1) / kKeys;
-  const int cells_per_page = a.page / 16;
-  const int32_t* table = a.page_table + item.request * a.table_stride;
-  // Lane l: the page of cell l (16 keys) of eight blocks, and where that cell begins in either cache, in elements.
-  // Known once for eight blocks: a division and two wide products for every copy cost more than the products of a tile.
-  const auto page_of = [&](int i) {
-    const int cell = item.begin + i * (kKeys / 16) + lane;
-    return cell * 16 < limit ? table[cell / cells_per_page] : 0;
-  };
-  const auto start_of = [&](int i, int page) {
-    return page * a.page_stride + (item.begin + i * (kKeys / 16) + lane) % cells_per_page * 16 * a.slot_stride;
-  };
-  const int first_page = page_of(0);
-  int next_pages = count > 8 ? page_of(8) : 0;
-  int64_t starts = start_of(0, first_page);
-
-  constexpr int kRows = kThreads / kChunks;  // of a copy by all threads
-  const int own_row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-  const int64_t own = head * a.head_stride + own_row * a.slot_stride + chunk * 8;
-  const T *own_k = static_cast<const T*>(a.k_cache) + own, *own_v = static_cast<const T*>(a.v_cache) + own;
-  const uint32_t ring = (static_cast<uint32_t>(__cvta_generic_to_shared(unaligned)) + 1023) & ~1023u;
-  const uint32_t own_place = ring + chunk / 8 * kHalfBytes + own_row * 128 + ((chunk ^ own_row) & 7) * 16;
-
-  const auto load_block = [&](int i) {
-    if (i >= count) return;
-    if (i > 0 && i % 8 == 0) {
-      starts = start_of(i, next_pages);
-      if (i + 8 < count) next_pages = page_of(i + 8);
-    }
-    const int left = limit - begin - i * kKeys - own_row;
-    const uint32_t to = own_place + i % STAGES * kBlockBytes;
-#pragma unroll
-    for (int row = 0; row < kKeys; row += kRows) {
-      const int64_t at = __shfl_sync(kAll, starts, i % 8 * 4 + row / 16) + row % 16 * a.slot_stride;
-      copy16(to + row * 128, own_k + at, row < left);
-      copy16(to + row * 128 + 2 * kHalfBytes, own_v + at, row < left);
-    }
-  };
-
-  // Committed keys may be asked for early; a ring that reaches the step's own keys waits first.
-  const bool asked = begin + (STAGES - 1) * kKeys <= item.prefix;
-  if (a.early && !asked) wait_for_kernel_in_front();
-#pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) load_block(i), commit_copies();
-  if (a.early && asked) wait_for_kernel_in_front();
-
   const TileRows rows{a, item, head};
-  const int top_row = threadIdx.x / 32 * 16 + lane / 4, pair = lane % 4 * 2;
-  uint32_t q[kDim / 16][4];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = top_row + 8 * h;
-    const bool used = rows.live(row);
-    const T* from = static_cast<const T*>(a.q) + (used ? rows.offset(row, a.q_row) : 0) + pair;
-#pragma unroll
-    for (int step = 0; step < kDim / 16; ++step)
-#pragma unroll
-      for (int side = 0; side < 2; ++side)
-        q[step][2 * side + h] = used ? *reinterpret_cast<const uint32_t*>(from + step * 16 + side * 8) : 0u;
-  }
+  const Team team(item, index, cluster_rank(), a.nodes_per_tile, a.cluster);
 
-  const Sight sights[2] = {{rows, top_row}, {rows, top_row + 8}};
-  float acc[2][32] = {}, tops[2] = {kNone, kNone}, totals[2] = {};
-  for (int i = 0; i < count; ++i) {
-    wait_copies<STAGES - 2>();
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();  // the block is there for all, and all have left the one whose place the next copies take
-    load_block(i + STAGES - 1);
-    commit_copies();
-    const uint32_t block = ring + i % STAGES * kBlockBytes;
-
-    float scores[32];
-    pin(scores);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kDim / 16; ++step)
-      wgmma<T, 0>(scores, q[step], descriptor(block + step / 4 * kHalfBytes + step % 4 * 32), step > 0);
-    wgmma_commit();
-    wgmma_wait();
-    pin(scores);
-#pragma unroll
-    for (int x = 0; x < 32; ++x) scores[x] *= a.scale_log2;
-    const int first_key = begin + i * kKeys;
-    if (first_key + kKeys > min(item.prefix, limit)) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int key = first_key + j * 8 + pair + e;
-            if ((key >= limit) | !sights[h].sees(key - item.prefix)) scores[4 * j + 2 * h + e] = kNone;
-          }
+  if (warp >= kWarps) {
+    if constexpr (kGive) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    // Warp w copies cell w of every block. Lane l: where that of the l-th of the next 32 blocks lies; a page behind the
+    // last reads as zeros.
+    const int32_t* table = a.page_table + item.request * a.table_stride;
+    const int own = warp - kWarps, cells_per_page = a.page / kCellKeys;
+    const auto cell_of = [&](int i) { return item.begin + (i + lane) * kCells + own; };
+    const auto page_of = [&](int i) {
+      const int cell = cell_of(i);
+      return cell * kCellKeys < limit ? table[cell / cells_per_page] : a.pages;
+    };
+    const uint64_t policy = team.stride == 1 ? read_once() : read_again();
+    int pages = 0, places = 0, next_pages = page_of(0);
+    bool waited = !a.early;
+    for (int i = 0; i < count; ++i) {
+      if (i % 32 == 0) {
+        pages = next_pages, places = cell_of(i) % cells_per_page * (kCellKeys / 8);
+        if (i + 32 < count) next_pages = page_of(i + 32);
       }
+      if (!waited && begin + (i + 1) * kKeys > item.prefix) wait_for_kernel_in_front(), waited = true;
+      const int stage = i % STAGES;
+      const int page = __shfl_sync(kAll, pages, i % 32), place = __shfl_sync(kAll, places, i % 32);
+      const auto copy = [&](uint32_t ring, const TensorMap& map, uint32_t filled, uint32_t freed) {
+        if (i >= STAGES) await(freed, (i / STAGES - 1) & 1);
+        if (lane == 0) {
+          expect(filled, kCellBytes);
+          copy_box(ring + stage * kBlockBytes + own * kCellBytes, map, 2 * head, place, page, filled, policy);
+        }
+        __syncwarp();
+      };
+      copy(keys, k_map, key_filled(stage), key_freed(stage));
+      copy(values, v_map, value_filled(stage), value_freed(stage));
     }
-    float raised[2];
+    if (!waited) wait_for_kernel_in_front();
+    sync_cluster();
+    leave_cluster();
+  } else {
+    if constexpr (kGive) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"((kEach + (kEach - 40) / MT) / 8 * 8));
+    if (a.early) wait_for_kernel_in_front();
+    const int part_row = warp % 4 * 16 + lane / 4, top_row = warp / 4 * 64 + part_row, pair = lane % 4 * 2;
+    uint32_t q[kDim / 16][4];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = scores[2 * h];
+      const int row = top_row + 8 * h;
+      const bool used = rows.live(row);
+      const T* from = static_cast<const T*>(a.q) + (used ? rows.offset(row, a.q_row) : 0) + pair;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) top = fmaxf(top, fmaxf(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]));
-      raised[h] = fmaxf(tops[h], quad_max(top));
+      for (int step = 0; step < kDim / 16; ++step)
+#pragma unroll
+        for (int side = 0; side < 2; ++side)
+          q[step][2 * side + h] = *reinterpret_cast<const uint32_t*>(from + step * 16 + side * 8) & (used ? ~0u : 0u);
     }
-    if (__any_sync(kAll, raised[0] > tops[0] || raised[1] > tops[1])) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float factor = exp2_fast(tops[h] - finite(raised[h]));
-        tops[h] = raised[h], totals[h] *= factor;
-#pragma unroll
-        for (int d = 0; d < 2; ++d)
-#pragma unroll
-          for (int j = 0; j < 8; ++j) acc[d][4 * j + 2 * h] *= factor, acc[d][4 * j + 2 * h + 1] *= factor;
-      }
-    }
+    const Sight sights[2] = {{rows, top_row}, {rows, top_row + 8}};
+    float acc[64] = {}, scores[32], tops[2] = {kNone, kNone}, totals[2] = {};  // tops: of scores before scaling
     uint32_t weights[4][4];
+
+    const auto start_scores = [&](int i) {
+      const int stage = i % STAGES;
+      await(key_filled(stage), i / STAGES & 1);
+      pin(scores);
+      wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
+      for (int step = 0; step < kDim / 16; ++step)
+        multiply_keys<T>(scores, q[step], descriptor(keys + stage * kBlockBytes + step / 4 * 1024 + step % 4 * 32),
+                         step > 0);
+      wgmma_commit();
+    };
+    // The weights of block i, while the values of the block before are summed; then makes the sums fit the new maxima.
+    const auto finish_scores = [&](int i) {
+      const int first_key = begin + i * kKeys;
+      pin(scores);
+      if (lane == 0) arrive(key_freed(i % STAGES));
+      if (first_key + kKeys > min(item.prefix, limit)) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+          for (int j = 0; j < 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const int key = first_key + j * 8 + pair + e;
+              if ((key >= limit) | !sights[h].sees(key - item.prefix)) scores[4 * j + 2 * h + e] = kNone;
+            }
+      }
+      float factors[2];
+      bool raised = false;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float shift = finite(tops[h]);
-        const float x = exp2_fast(scores[4 * j + 2 * h] - shift), y = exp2_fast(scores[4 * j + 2 * h + 1] - shift);
-        totals[h] += x + y;
-        weights[j / 2][j % 2 * 2 + h] = pack<T>(x, y);
+        float top = scores[2 * h];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) top = fmaxf(top, fmaxf(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]));
+        top = quad_max(top);
+        const bool raise = (top - tops[h]) * a.scale_log2 > kSlack;  // false where both are none
+        raised |= raise;
+        factors[h] = raise ? exp2_fast((tops[h] - top) * a.scale_log2) : 1.0f;
+        tops[h] = raise ? top : tops[h];
+        float sum = totals[h] * factors[h], odd = 0.0f;
+        const float shift = -finite(tops[h]) * a.scale_log2;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          float &x = scores[4 * j + 2 * h], &y = scores[4 * j + 2 * h + 1];
+          x = exp2_fast(fmaf(x, a.scale_log2, shift)), y = exp2_fast(fmaf(y, a.scale_log2, shift));
+          sum += x, odd += y;
+        }
+        totals[h] = sum + odd;
       }
-    pin(acc[0]), pin(acc[1]);
-    wgmma_fence();
+      pin(scores), pin(totals);
+      // Here, as a branch that keeps the compiler from putting all of the above behind the wait for the products.
+      await(value_filled(i % STAGES), i / STAGES & 1);
+      wgmma_wait<0>();
+      pin(acc);
+      if (i > 0 && lane == 0) arrive(value_freed((i - 1) % STAGES));
+      if (__any_sync(kAll, raised)) {
 #pragma unroll
-    for (int d = 0; d < 2; ++d)
-#pragma unroll
-      for (int step = 0; step < kKeys / 16; ++step)
-        wgmma<T, 1>(acc[d], weights[step], descriptor(block + (2 + d) * kHalfBytes + step * 2048), 1);
-    wgmma_commit();
-    wgmma_wait();
-    pin(acc[0]), pin(acc[1]);
-  }
-
-  const int64_t slot = static_cast<int64_t>(index) * a.kv_heads + head;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = top_row + 8 * h;
-    const float total = quad_sum(totals[h]);
-    if (!rows.live(row)) continue;
-    if (item.splits == 1) {
-      T* to = static_cast<T*>(a.out) + rows.offset(row, static_cast<int64_t>(a.kv_heads) * a.group * kDim) + pair;
-      const float factor = 1.0f / total;
-#pragma unroll
-      for (int j = 0; j < kChunks; ++j) {
-        const float* x = &acc[j / 8][j % 8 * 4 + 2 * h];
-        *reinterpret_cast<uint32_t*>(to + j * 8) = pack<T>(x[0] * factor, x[1] * factor);
+        for (int j = 0; j < 32; ++j) acc[2 * j] *= factors[j % 2], acc[2 * j + 1] *= factors[j % 2];
       }
-      continue;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) weights[j / 4][j % 4] = pack<T>(scores[2 * j], scores[2 * j + 1]);
+      pin(acc);
+    };
+    const auto start_values = [&](int i) {
+      const int stage = i % STAGES, first_key = begin + i * kKeys;
+      const uint32_t block = values + stage * kBlockBytes;
+      if (first_key + kKeys > limit && limit % kCellKeys != 0) {
+        // Behind the last key memory may hold anything, NaN too, which a weight of 0 does not cancel.
+        for (int row = limit - first_key + threadIdx.x % 128 / 16; row < kKeys; row += 8) {
+          const uint32_t chunk = threadIdx.x / 8 % 2 * 1024 + threadIdx.x % 8 * 16;
+          const uint32_t at = block + row / 8 * 2048 + row % 8 * 128 + chunk;
+          asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+        }
+        show_to_async_proxy();
+        asm volatile("bar.sync %0, 128;" ::"r"(warp / 4 + 1) : "memory");
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kCells; ++step)
+        multiply_values<T>(acc, weights[step], descriptor(block + step * kCellBytes));
+      wgmma_commit();
+    };
+    if (count > 0) {
+      start_scores(0);
+      wgmma_wait<0>();
+      for (int i = 0;; ++i) {
+        finish_scores(i);
+        if (i + 1 == count) break;
+        start_scores(i + 1), start_values(i);
+        wgmma_wait<1>();  // the scores; the values are summed on
+      }
+      start_values(count - 1);
+      wgmma_wait<0>();
+      pin(acc);
     }
-    float* to = a.part + (slot * M + row) * kDim + pair;
+    asm volatile("bar.sync 15, %0;" ::"n"(kWarps * 32) : "memory");  // all have left the rings
+    const uint32_t part = keys + warp / 4 * kPartBytes, stats = keys + MT * kPartBytes + warp / 4 * 512;
 #pragma unroll
-    for (int j = 0; j < kChunks; ++j)
-      *reinterpret_cast<float2*>(to + j * 8) = {acc[j / 8][j % 8 * 4 + 2 * h], acc[j / 8][j % 8 * 4 + 2 * h + 1]};
-    if (lane % 4 == 0) a.stats[slot * 2 * M + row] = tops[h], a.stats[(slot * 2 + 1) * M + row] = total;
+    for (int h = 0; h < 2; ++h) {
+      const int row = part_row + 8 * h;
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j)
+        store_floats(part + row * kPartRow + (j * 8 + pair) * 4, acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]);
+      const float total = quad_sum(totals[h]);
+      if (lane % 4 == 0) {
+        store_float(stats + row * 4, tops[h] == kNone ? kNone : tops[h] * a.scale_log2);
+        store_float(stats + (64 + row) * 4, total);
+      }
+    }
+    sync_cluster();
+    merge<T, MT>(a, rows, team, keys, index, head, warp, lane);
+    __syncwarp();
+    leave_cluster();
   }
 #endif
 }
 
-template <typename T, int WM, int STAGES>
-void launch_wgmma(const AttentionArgs& a, cudaStream_t stream) {
-  const auto kernel = reinterpret_cast<const void*>(&attend_wgmma<T, WM, STAGES>);
-  constexpr int bytes = STAGES * kBlockBytes + 1024;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "attend: shared memory");
-  launch_dependent(kernel, dim3(a.max_items, a.kv_heads), 128 * WM, bytes, a, stream, "attend");
+// cuTensorMapEncodeTiled as CUDA 12.0 declares it, enumerations as ints.
+using Encode = int (*)(TensorMap* map, int type, uint32_t rank, void* data, const uint64_t* sizes,
+                       const uint64_t* strides, const uint32_t* box, const uint32_t* element_steps, int interleave,
+                       int swizzle, int promotion, int fill);
+
+Encode encoder() {
+  static const Encode found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result),
+          "attend");
+    if (result != cudaDriverEntryPointSuccess || function == nullptr) {
+      throw std::runtime_error("attend: expected a driver with cuTensorMapEncodeTiled, got none; update it to CUDA 12");
+    }
+    return reinterpret_cast<Encode>(function);
+  }();
+  return found;
 }
 
-template <typename T, int WM>
-void launch_stages(const AttentionArgs& a, cudaStream_t stream) {
-  switch (a.stages) {
-    case 3: return launch_wgmma<T, WM, 3>(a, stream);
-    case 4: return launch_wgmma<T, WM, 4>(a, stream);
-    case 6: return launch_wgmma<T, WM, 6>(a, stream);
-    default: throw std::invalid_argument("stages: expected 3, 4 or 6, got " + std::to_string(a.stages));
+// A cache in boxes of 16 keys of a head: 64 of D, 8 keys, halves of D (of heads side by side), groups of 8 keys, pages.
+TensorMap map_of(const void* cache, const AttentionArgs& a) {
+  TensorMap map;
+  const auto bytes = [](int64_t elements) { return static_cast<uint64_t>(elements) * 2; };
+  const auto size = [](int x) { return static_cast<uint64_t>(x); };
+  const uint64_t sizes[5] = {kDim / 2, 8, size(2 * a.kv_heads), size(a.page / 8), size(a.pages)};
+  const uint64_t strides[4] = {bytes(a.slot_stride), bytes(kDim / 2), bytes(8 * a.slot_stride), bytes(a.page_stride)};
+  const uint32_t box[5] = {kDim / 2, 8, 2, kCellKeys / 8, 1}, element_steps[5] = {1, 1, 1, 1, 1};
+  constexpr int kHalf = 6, kBfloat16 = 9, kSwizzle128 = 3;  // CUtensorMapDataType, CUtensorMapSwizzle
+  const int result = encoder()(&map, a.dtype == Dtype::kFloat16 ? kHalf : kBfloat16, 5, const_cast<void*>(cache), sizes,
+                               strides, box, element_steps, 0, kSwizzle128, 0, 0);
+  if (result != 0) {
+    throw std::runtime_error("k_cache, v_cache: expected strides of a multiple of 16 bytes, got CUresult " +
+                             std::to_string(result) + " from cuTensorMapEncodeTiled");
   }
+  return map;
+}
+
+template <int MT, int STAGES>
+constexpr int shared_bytes() {
+  static_assert(2 * STAGES * kBlockBytes >= MT * (kPartBytes + 512));
+  return 2 * STAGES * kBlockBytes + 1024;  // and what aligns it
+}
+
+struct Launch {
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+
+  Launch(dim3 grid, int threads, int bytes, int cluster, cudaStream_t stream) {
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = cluster, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = bytes, config.stream = stream;
+    config.attrs = attributes, config.numAttrs = 2;
+  }
+};
+
+// a null: how many clusters run at once. Else a launch.
+template <typename T, int MT, int STAGES, int RESIDENT>
+int launch(const AttentionArgs* a, int cluster, cudaStream_t stream) {
+  const auto kernel = reinterpret_cast<const void*>(&attend_wgmma<T, MT, STAGES, RESIDENT>);
+  constexpr int bytes = shared_bytes<MT, STAGES>(), threads = 128 * MT + 128;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "attend: shared memory");
+  const int blocks = a == nullptr ? cluster : (a->max_items + cluster - 1) / cluster * cluster;
+  Launch launch(dim3(blocks, a == nullptr ? 1 : a->kv_heads), threads, bytes, cluster, stream);
+  if (a == nullptr) {
+    int clusters = 0;
+    check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config), "attend: clusters");
+    return clusters;
+  }
+  TensorMap k_map = map_of(a->k_cache, *a), v_map = map_of(a->v_cache, *a);
+  void* arguments[] = {&k_map, &v_map, const_cast<AttentionArgs*>(a)};
+  check(cudaLaunchKernelExC(&launch.config, kernel, arguments), "attend");
+  return 0;
 }
 
 template <typename T>
-void launch_tiles(const AttentionArgs& a, cudaStream_t stream) {
-  switch (a.block_m) {
-    case 64: return launch_stages<T, 1>(a, stream);
-    case 128: return launch_stages<T, 2>(a, stream);
-    default: throw std::invalid_argument("block_m: expected 64 or 128, got " + std::to_string(a.block_m));
-  }
+int launch_tiles(const AttentionArgs* a, int block_m, int stages, int cluster, cudaStream_t stream) {
+  if (block_m == 64 && stages == 6) return launch<T, 1, 6, 1>(a, cluster, stream);
+  if (block_m == 64 && stages == 3) return launch<T, 1, 3, 2>(a, cluster, stream);
+  if (block_m == 128 && stages == 6) return launch<T, 2, 6, 1>(a, cluster, stream);
+  throw std::invalid_argument("block_m, stages: expected 64 and 3 or 6, or 128 and 6, got " + std::to_string(block_m) +
+                              " and " + std::to_string(stages));
 }
 
 }  // namespace
 
 void attend_hopper(const AttentionArgs& a, uint64_t stream) {
   if (a.dtype == Dtype::kFloat16) {
-    launch_tiles<__half>(a, as_stream(stream));
+    launch_tiles<__half>(&a, a.block_m, a.stages, a.cluster, as_stream(stream));
   } else {
-    launch_tiles<__nv_bfloat16>(a, as_stream(stream));
+    launch_tiles<__nv_bfloat16>(&a, a.block_m, a.stages, a.cluster, as_stream(stream));
   }
+}
+
+int attention_clusters(int block_m, int stages, int cluster) {
+  return launch_tiles<__nv_bfloat16>(nullptr, block_m, stages, cluster, nullptr);
 }
 
 }  // namespace tlt::cuda

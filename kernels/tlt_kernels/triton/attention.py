@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -29,6 +30,8 @@ from tlt_kernels.triton.attention_kernels import RECORD, attend_kernel, merge_ke
 LOG2_E = math.log2(math.e)
 INTERPRETED = 4  # multiprocessors to split for where there is no GPU: enough for the merge to have work
 MAX_GROUP = 128  # rows of the largest tile: query heads of one KV head
+BUSY_ENOUGH = 0.72  # of the multiprocessors: as many saturate memory (96 of an H200's 132)
+TEAM_COST = 0.04  # of a step's time, for each cluster of blocks more that shares a tile
 MAX_TREE = 128  # nodes a request may have: steps of more rows a request on average are prefill
 CUDA_DTYPES = {torch.bfloat16: 1, torch.float16: 2}  # csrc/cuda/sample.h, Dtype
 
@@ -77,8 +80,9 @@ class Tiling:
     """Sizes of the kernels for one tile height. block_n keys a block; programs per multiprocessor that the schedule
     splits the work for; an item holds at least min_blocks blocks, below which merging costs more than it spreads.
     stages: 3 hold one block of K and V in flight, 5 two, 7 three, since page ids must arrive a stage before the keys.
-    kernels: "cuda" (csrc/cuda/attention.cuh) and "hopper" (csrc/cuda/hopper) have blocks of 16 keys here, warps fixed
-    by the tile, and 3, 4 or 6 stages.
+    kernels: "cuda" (csrc/cuda/attention.cuh) and "hopper" (csrc/cuda/hopper) count blocks of 16 keys here and fix
+    warps by the tile. "cuda" has 3, 4 or 6 stages, "hopper" 6 and one program a multiprocessor or 3 and two (64 rows
+    only), and `cluster` (1 to 8) items that merge in shared memory.
     """
 
     block_n: int
@@ -87,6 +91,7 @@ class Tiling:
     programs: int
     min_blocks: int
     kernels: Literal["triton", "cuda", "hopper"] = "triton"
+    cluster: int = 1
 
 
 def tile_rows(geometry: Geometry, rows: int, batch: int) -> int:
@@ -112,14 +117,25 @@ def default_tiling(geometry: Geometry, block_m: int) -> Tiling:
     return Tiling(block_n, warps=8, stages=3 if wide else 5, programs=1, min_blocks=4)
 
 
-def cuda_tiling(block_m: int, hopper: bool) -> Tiling:
+def cuda_tiling(block_m: int) -> Tiling:
     """Found as `default_tiling`: one block of threads for each multiprocessor, so that all items end together."""
     if block_m == 16:
         return Tiling(block_n=16, warps=4, stages=4, programs=1, min_blocks=8, kernels="cuda")
-    if hopper:
-        warps, stages = (4, 4) if block_m <= 64 else (8, 3)
-        return Tiling(block_n=16, warps=warps, stages=stages, programs=1, min_blocks=8, kernels="hopper")
     return Tiling(block_n=16, warps=4 if block_m == 32 else 8, stages=3, programs=1, min_blocks=8, kernels="cuda")
+
+
+def hopper_tiling(cluster: int, programs: int = 1) -> Tiling:
+    return Tiling(
+        block_n=16, warps=9, stages=6 // programs, programs=programs, min_blocks=8, kernels="hopper", cluster=cluster
+    )
+
+
+@cache
+def clusters_at_once(device: torch.device, block_m: int, stages: int, cluster: int) -> int:
+    """How many clusters of the Hopper kernel the device holds: a part of 8 blocks needs 8 free multiprocessors of one
+    of its groups, of which some are left over."""
+    with torch.cuda.device(device):
+        return int(extension().cuda_attention_clusters(block_m, stages, cluster))
 
 
 @dataclass(frozen=True)
@@ -178,42 +194,89 @@ class TreeAttention:
         if multiprocessors is None:
             multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.multiprocessors = multiprocessors
-        items = tiles = parts = stats = 0
-        largest = max(tile_rows(geometry, max_rows, 1), tile_rows(geometry, 1, 1), 64 if self.hopper else 16)
+        self._chosen: dict[tuple[int, int], Tiling] = {}
+        items = tiles = parts = stats = arrivals = 0
         block_m = tile_rows(geometry, 1, 1)
+        largest = max(tile_rows(geometry, max_rows, 1), block_m, 64 if self.hopper else 16)
         while block_m <= largest:
-            for one in (default_tiling(geometry, block_m), cuda_tiling(block_m, self.hopper), tiling):
-                if one is None:
-                    continue
+            for one in self._tilings(block_m):
                 slots, max_tiles, max_items = self._sizes(max_rows, max_batch, block_m, one)
                 items, tiles = max(items, max_items), max(tiles, max_tiles)
                 parts = max(parts, slots * geometry.kv_heads * block_m * geometry.head_dim)
                 stats = max(stats, slots * geometry.kv_heads * block_m * 2)
+                if one.kernels == "hopper":
+                    arrivals = max(arrivals, slots * geometry.kv_heads * block_m)
             block_m *= 2
         self._items = torch.empty(items, RECORD, dtype=torch.int32, device=self.device)
         self._tiles = torch.empty(tiles, RECORD, dtype=torch.int32, device=self.device)
         self._parts = torch.empty(parts, dtype=torch.float32, device=self.device)
         self._stats = torch.empty(stats, dtype=torch.float32, device=self.device)
+        self._arrivals = torch.zeros(arrivals, dtype=torch.int32, device=self.device)
 
     @property
     def workspace_bytes(self) -> int:
-        buffers = (self._items, self._tiles, self._parts, self._stats)
+        buffers = (self._items, self._tiles, self._parts, self._stats, self._arrivals)
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+    def _tilings(self, block_m: int) -> list[Tiling]:
+        """Every tiling that a step of tiles of this height may get."""
+        found = [default_tiling(self.geometry, block_m)]
+        if self.tiling is not None:
+            heights = (64, 128)[: 3 - self.tiling.programs]
+            found = [self.tiling] if self.tiling.kernels != "hopper" or block_m in heights else []
+        elif self.hopper and block_m >= 64:
+            found += [hopper_tiling(cluster) for cluster in range(1, 9)] + [hopper_tiling(1, 2)] * (block_m == 64)
+        elif self.cuda and not self.hopper:
+            found.append(cuda_tiling(block_m))
+        return found
 
     def _tiling(self, rows: int, batch: int) -> tuple[int, Tiling]:
         """M and the sizes for a step of this shape."""
         block_m = tile_rows(self.geometry, rows, batch)
         if self.tiling is not None:
-            tiling = self.tiling
-        elif self.cuda and rows <= MAX_TREE * batch:
-            tiling = cuda_tiling(block_m, self.hopper)
-        else:
-            tiling = default_tiling(self.geometry, block_m)
-        return max(block_m, 64) if tiling.kernels == "hopper" else block_m, tiling
+            return max(block_m, 64) if self.tiling.kernels == "hopper" else block_m, self.tiling
+        if not self.cuda or rows > MAX_TREE * batch:
+            return block_m, default_tiling(self.geometry, block_m)
+        if not self.hopper:
+            return block_m, cuda_tiling(block_m)
+        block_m = max(block_m, 64)
+        tiles_of_each = math.ceil(rows / max(batch, 1) / (block_m // self.geometry.group))
+        return block_m, self._hopper_tiling(block_m, max(1, batch * tiles_of_each))
+
+    def _hopper_tiling(self, block_m: int, tiles: int) -> Tiling:
+        """For so many tiles of about equal length: keep memory busy, and each tile's items in few clusters."""
+        if (block_m, tiles) not in self._chosen:
+            self._chosen[block_m, tiles] = self._choose(block_m, tiles)
+        return self._chosen[block_m, tiles]
+
+    def _choose(self, block_m: int, tiles: int) -> Tiling:
+        if block_m == 64 and 2 * tiles > self._slots(block_m, hopper_tiling(1)):
+            return hopper_tiling(1, programs=2)  # half the slots are there for the splits of the longest requests
+
+        def worth(cluster: int) -> float:
+            slots = self._slots(block_m, hopper_tiling(cluster))
+            if slots < tiles:
+                return 0.0
+            splits = slots // tiles
+            teams = max((t * splits + splits - 1) // cluster - t * splits // cluster + 1 for t in range(tiles))
+            busy = tiles * splits * self.geometry.kv_heads / self.multiprocessors
+            return min(busy, BUSY_ENOUGH) * (1 - TEAM_COST * (teams - 1))
+
+        return hopper_tiling(max(range(1, 9), key=worth))
+
+    def _slots(self, block_m: int, tiling: Tiling) -> int:
+        """Items of a KV head that run at once; 0 where no cluster of each head fits."""
+        blocks = self.multiprocessors * tiling.programs
+        if tiling.kernels == "hopper":
+            clusters = clusters_at_once(self.device, block_m, tiling.stages, tiling.cluster)
+            clusters = min(clusters * tiling.programs * tiling.stages // 6, blocks // tiling.cluster)
+            at_once = clusters // self.geometry.kv_heads * tiling.cluster
+            return max(at_once, int(tiling.cluster == 1))
+        return max(1, blocks // self.geometry.kv_heads)
 
     def _sizes(self, rows: int, batch: int, block_m: int, tiling: Tiling) -> tuple[int, int, int]:
         """Slots for split items, and upper bounds of tiles and items for any division of `rows` among requests."""
-        slots = max(1, self.multiprocessors * tiling.programs // self.geometry.kv_heads)
+        slots = self._slots(block_m, tiling)
         max_tiles = min(rows // (block_m // self.geometry.group) + batch, rows)
         return slots, max_tiles, max(slots, max_tiles)
 
@@ -284,19 +347,21 @@ class TreeAttention:
         geometry = self.geometry
         strides = k_cache.stride()[:3]
         aligned = not any(stride % 8 for stride in strides) and k_cache.data_ptr() % 16 == v_cache.data_ptr() % 16 == 0
+        aligned = aligned and (geometry.kv_heads == 1 or strides[2] == geometry.head_dim or not self.hopper)
         if not aligned or q.stride(0) % 2 or q.data_ptr() % 4 or scale <= 0:
             raise ValueError(
-                f"k_cache, v_cache, q, scale: expected rows at 16-byte borders, q's at 4-byte borders and scale > 0, "
-                f"got strides {k_cache.stride()}, {q.stride()} and scale {scale}; make TreeAttention with cuda=False"
+                f"k_cache, v_cache, q, scale: expected rows at 16-byte borders (on Hopper a key's heads side by side), "
+                f"q's at 4-byte borders and scale > 0, got strides {k_cache.stride()}, {q.stride()} and scale {scale}; "
+                "make TreeAttention with cuda=False"
             )
         tensors = (
             q, k_cache, v_cache, step.page_table, step.ancestors, self._items, self._tiles, out, self._parts,
-            self._stats,
+            self._stats, self._arrivals,
         )
         sizes = (
             q.stride(0), *strides, step.page_table.stride(0), geometry.page, geometry.group, geometry.kv_heads,
             step.nodes_per_tile, step.max_items, step.max_tiles, step.block_m, step.tiling.stages, int(early),
-            int(step.tiling.kernels == "hopper"),
+            int(step.tiling.kernels == "hopper"), k_cache.shape[0], step.tiling.cluster,
         )
         extension().cuda_tree_attention(
             [tensor.data_ptr() for tensor in tensors], sizes, scale * LOG2_E, CUDA_DTYPES[geometry.dtype],

@@ -26,7 +26,8 @@ def schedule_kernel(
 ):
     """Program b writes the records of request b: items [W, 8] (request, first node, first block, end block, splits,
     the request's first row, its nodes * 2 + chunked, its committed keys) and tiles [T, 8] (first row, nodes, first
-    item, item stride, splits, request, first node). The last one clears the unused tails.
+    item, item stride, splits, request, first node). The last one clears the unused tails. The upper half of an item's
+    word of splits holds its own place among them.
 
     Every program finds the same chunk: the least number of blocks an item may hold such that all items together fit
     the slots. That is a bisection over registers, ~2 us once a step, where a host plan would need the lengths there.
@@ -81,7 +82,7 @@ def schedule_kernel(
         tl.store(record + 1, node, mask=ok)
         tl.store(record + 2, first_block + n_blocks * split // splits, mask=ok)
         tl.store(record + 3, first_block + n_blocks * (split + 1) // splits, mask=ok)
-        tl.store(record + 4, splits + i * 0, mask=ok)
+        tl.store(record + 4, splits + split * 65536, mask=ok)
         tl.store(record + 5, row + i * 0, mask=ok)
         tl.store(record + 6, n_nodes * 2 + tl.where(chunked, 1, 0) + i * 0, mask=ok)
         tl.store(record + 7, keys + i * 0, mask=ok)
@@ -135,7 +136,7 @@ def attend_kernel(
     and stats fp32 [W, Hkv, 2, M] (running maximum and sum), for `merge_kernel`."""
     item = tl.program_id(0)
     head = tl.program_id(1)
-    splits = tl.load(items + item * 8 + 4)
+    splits = tl.load(items + item * 8 + 4) & 65535
     if splits == 0:
         return
     b = tl.load(items + item * 8)
