@@ -29,8 +29,9 @@ class Rival:
         g, batch, nodes = load.geometry, load.batch, load.nodes
         keys = load.context + nodes
         pages = table.shape[1]
-        indptr = torch.arange(batch + 1, dtype=torch.int32) * pages
-        last = torch.full((batch,), keys - (pages - 1) * g.page, dtype=torch.int32)
+        requests = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+        indptr = requests * pages
+        last = torch.full((batch,), keys - (pages - 1) * g.page, dtype=torch.int32, device="cuda")
         types = {"q_data_type": g.dtype, "kv_data_type": g.dtype, "sm_scale": g.head_dim**-0.5}
         if nodes == 1:
             decode = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
@@ -39,8 +40,8 @@ class Rival:
         mask = torch.ones(nodes, keys, dtype=torch.bool, device="cuda").tril(load.context)
         prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         prefill.plan(
-            torch.arange(batch + 1, dtype=torch.int32) * nodes, indptr, table.flatten(), last, g.heads, g.kv_heads,
-            g.head_dim, g.page, custom_mask=mask.flatten().repeat(batch), **types,
+            requests * nodes, indptr, table.flatten(), last, g.heads, g.kv_heads, g.head_dim, g.page,
+            custom_mask=mask.flatten().repeat(batch), **types,
         )
         return prefill
 

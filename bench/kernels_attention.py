@@ -24,7 +24,15 @@ from typing import Any
 
 import torch
 from tlt_kernels.triton import attention as host
-from tlt_kernels.triton.attention import Geometry, Tiling, TreeAttention, default_tiling, hopper_tiling, tile_rows
+from tlt_kernels.triton.attention import (
+    CLUSTERS,
+    Geometry,
+    Tiling,
+    TreeAttention,
+    default_tiling,
+    hopper_tiling,
+    tile_rows,
+)
 from tlt_kernels.triton.invariant import InvariantAttention
 
 from bench.results import record
@@ -183,10 +191,7 @@ def sweep_loads(block_m: int) -> dict[str, Load]:
 
 def candidates(block_m: int, cuda: bool) -> list[Tiling]:
     if cuda:
-        wide = [hopper_tiling(cluster) for cluster in (1, 2, 3, 4, 5, 6, 8)]
-        if block_m == 128:
-            return wide
-        return wide + [replace(one, stages=3) for one in wide[1:4]] + [hopper_tiling(c, programs=2) for c in (1, 4)]
+        return [hopper_tiling(cluster) for cluster in CLUSTERS] + [hopper_tiling(1, programs=2)] * (block_m == 16)
     programs = (1, 2) if block_m == 128 else (1, 2, 3) if block_m == 64 else (2, 3, 4)
     warps = {16: (2, 4), 32: (4,), 64: (4, 8), 128: (4, 8)}[block_m]
     kernels = [
@@ -284,7 +289,7 @@ def sweep_height(block_m: int, usable: list[Tiling], until: float, rows: list[di
     complete = [t for t in usable if len(early[t]) == len(loads)]
     ranked = sorted(complete, key=lambda t: statistics.geometric_mean(x.us for x in times[t].values()))
     print(f"M={block_m} V={SWEEP_NODES[block_m]}: {len(complete)} of {len(usable)} tilings; us, early (share)")
-    for rank, t in enumerate(ranked[:12]):
+    for rank, t in enumerate(ranked[:9]):
         cells = "  ".join(
             f"{name} {x.us:.1f} {early[t][name]:.1f} ({x.share(loads[name]):.2f})" for name, x in times[t].items()
         )
