@@ -91,11 +91,10 @@ class EngineCore:
             current = self._launch(batch) if batch is not None else self._ahead
             assert current is not None
             self._ahead = self._launch_ahead(current)
-            taken = self.runner.take(current.flight) if self._goes_on(current) else None
-            if taken is None:
-                self._finish(current)
+            if self._goes_on(current):
+                self._go_on(current, self.runner.take(current.flight))
             else:
-                self._go_on(current, taken)
+                self._finish(current)
         except BaseException:
             # A drafter, a logits processor or Ctrl-C broke off the step: page copies may not have been made, tokens may
             # stand without their KV. Nobody else's request may go on from that.
@@ -106,7 +105,7 @@ class EngineCore:
 
     def _launch(self, batch: Batch) -> Pass:
         samples = [self.samples[d.seq.seq_id] for d in batch.decodes]
-        self._consumers.fork(batch.forks)
+        self._consumers.fork(batch.forks, self.samples)
         trees = self._propose(batch.decodes, samples, self._contexts(batch.decodes, samples))
         self._steady = not (batch.chunks or batch.copies or batch.preempted)
         whole = all(d.max_nodes == self._max_nodes(d.seq) for d in batch.decodes)
@@ -137,7 +136,9 @@ class EngineCore:
         """Whether schedule() would come to the same samples and trees as large again, if none of them ends, and there
         are pages for that whatever is accepted. The drafter needs the tokens, so this step ahead can be launched only
         after them."""
-        if not (self._steady and current.whole and self._drafts(current) and all(self._rides(current))):
+        if not (self._steady and current.whole and current.flight.by_ids and self._drafts(current)):
+            return False
+        if not all(self._rides(current)):
             return False
         return self.scheduler.look_ahead(
             (d.seq, min(max(tree.depths) + 1, d.seq.room) + d.max_nodes)
@@ -157,11 +158,9 @@ class EngineCore:
         finally:  # a drafter that fails here fails the next step: this one's tokens are out
             self._hand_on(current, taken)
 
-    def _launch_next(self, current: Pass, contexts: list[DraftContext | None]) -> Pass | None:
+    def _launch_next(self, current: Pass, contexts: list[DraftContext | None]) -> Pass:
         trees = self._propose(current.batch.decodes, current.samples, contexts)
         flight = self.runner.launch_next(current.flight, trees)
-        if flight is None:
-            return None
         return replace(current, trees=trees, lengths=_lengths(current.samples), flight=flight)
 
     def _hand_on(self, current: Pass, taken: Taken) -> None:

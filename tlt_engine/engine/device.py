@@ -78,6 +78,10 @@ class DeviceFlight:
     repeatable: bool
     hidden: dict[int, Tensor]
 
+    @property
+    def by_ids(self) -> bool:
+        return self.draw.lanes is not None and self.draw.lanes.by_ids
+
     def result(self) -> StepResult:
         self.done.synchronize()
         host, draw = self.frame.host, self.draw
@@ -159,9 +163,8 @@ class DeviceRunner(ModelRunner):
                 return self._launch_mixed(batch, trees, samples)
             return self._launch_decodes(Lanes(samples, self.eos_ids), trees, batch.copies)
 
-    def take(self, flight: Flight) -> Taken | None:
-        if not isinstance(flight, DeviceFlight) or flight.draw.lanes is None or not flight.draw.lanes.by_ids:
-            return None
+    def take(self, flight: Flight) -> Taken:
+        assert isinstance(flight, DeviceFlight) and flight.draw.lanes is not None, "take: more than ids decides"
         self._follow_stream()
         self._staging.wait()
         native, addresses = flight.draw.lanes.native, flight.frame.addresses
@@ -170,7 +173,7 @@ class DeviceRunner(ModelRunner):
         tokens, accepted, ended = native.commit(addresses["accept_lens"], addresses["tokens"], flight.draw.steps)
         return Taken(tokens, accepted, ended, passed)
 
-    def launch_next(self, flight: Flight, trees: list[DraftTree]) -> Flight | None:
+    def launch_next(self, flight: Flight, trees: list[DraftTree]) -> Flight:
         assert isinstance(flight, DeviceFlight) and flight.draw.lanes is not None, "launch_next: nothing was taken"
         return self._launch_decodes(flight.draw.lanes, trees, [])
 

@@ -78,6 +78,11 @@ class Taken:
 class Flight(Protocol):
     """A pass that has been launched."""
 
+    @property
+    def by_ids(self) -> bool:
+        """It did nothing but decode, and ids and lengths alone decide where its samples end: its tokens can be taken
+        before the rest."""
+
     def result(self) -> StepResult:
         """Waits for the pass. Called once, before the launch after the next one."""
 
@@ -87,6 +92,7 @@ class Landed:
     """A pass that was over when its launch returned."""
 
     landed: StepResult
+    by_ids = False  # there is no rest to put off
 
     def result(self) -> StepResult:
         return self.landed
@@ -122,15 +128,14 @@ class ModelRunner:
         with a page for one more slot. None where the step cannot be launched without the tokens of `flight`."""
         return None
 
-    def take(self, flight: Flight) -> Taken | None:
-        """Waits for the tokens alone; `flight.result` has the rest. Called once at most, before it. None, at once,
-        where stops need more than ids or the pass did more than decode."""
-        return None
+    def take(self, flight: Flight) -> Taken:
+        """Waits for the tokens of a flight that is by_ids; its `result` has the rest. Called once at most, before."""
+        raise NotImplementedError("take: every pass of this runner has landed when it is launched")
 
-    def launch_next(self, flight: Flight, trees: list[DraftTree]) -> Flight | None:
+    def launch_next(self, flight: Flight, trees: list[DraftTree]) -> Flight:
         """The step after `flight`, whose tokens have been taken and none of whose samples has ended: trees[i] from the
-        root of its i-th sample. None where nothing can be taken. Nothing else is launched between the two."""
-        return None
+        root of its i-th sample. Nothing else is launched between the two."""
+        raise NotImplementedError("launch_next: nothing can have been taken")
 
     def capture_graphs(self) -> None:
         """Nothing to capture here: CUDA graphs are DeviceRunner's."""
