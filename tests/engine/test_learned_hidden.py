@@ -33,6 +33,7 @@ class Recorder:
         self.done: list[tuple[list[int], dict[int, Tensor]]] = []
         self.discarded: list[int] = []
         self.policies: list[str] = []
+        self.forks: list[tuple[int, int, int]] = []
         self.again = 0
 
     def take(self, rows: HiddenRows) -> None:
@@ -41,6 +42,9 @@ class Recorder:
             for i, row in enumerate(run.rows):
                 self.again += run.first + i in known
                 known[run.first + i] = torch.stack([rows.hidden[layer][row] for layer in LAYERS]).clone()
+
+    def fork(self, source: int, seq_id: int, length: int) -> None:
+        self.forks.append((source, seq_id, length))
 
     def finish(self, seq_id: int, token_ids: list[int]) -> None:
         self.done.append((list(token_ids), self.rows.pop(seq_id)))

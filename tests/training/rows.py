@@ -61,22 +61,27 @@ def loaded(buffer: HiddenStateBuffer, piece: Piece) -> tuple[Tensor, Tensor]:
     return out[:, buffer.aux_columns], out[:, buffer.last_columns]
 
 
-def misaligned(buffer: HiddenStateBuffer, piece: Piece, policies: list[int] | None = None) -> list[str]:
+def misaligned(buffer: HiddenStateBuffer, piece: Piece, owners: dict[int, list[int]] | None = None) -> list[str]:
     """Complaints about rows that are not the ones of their sequence, position and policy. Token t of sequence s is
-    100 s + t in these scripts."""
+    100 s + t in these scripts. owners: of forks, whose pass computed each leading position."""
     aux, last = loaded(buffer, piece)
     complaints = []
     for i in range(piece.rows):
-        position = piece.first + i
-        policy = piece.record.policy if policies is None else policies[position]
+        position, policy = piece.first + i, piece.record.policy
+        owner = owner_of(piece.record.seq_id, position, owners)
         for name, row, layers in (("aux", aux[i], LAYERS), ("last", last[i], (LAST,))):
-            want = torch.cat([value(piece.record.seq_id, position, policy, layer) for layer in layers])
+            want = torch.cat([value(owner, position, policy, layer) for layer in layers])
             if not torch.equal(row, want):
                 complaints.append(f"{name} of position {position}: {row.tolist()} != {want.tolist()}")
-        if int(piece.tokens[i]) != 100 * piece.record.seq_id + position:
+        if int(piece.tokens[i]) != 100 * owner + position:
             complaints.append(f"token of position {position}: {int(piece.tokens[i])}")
     return complaints
 
 
-def script_tokens(seq_id: int, count: int) -> list[int]:
-    return [100 * seq_id + i for i in range(count)]
+def owner_of(seq_id: int, position: int, owners: dict[int, list[int]] | None) -> int:
+    known = (owners or {}).get(seq_id, [])
+    return known[position] if position < len(known) else seq_id
+
+
+def script_tokens(seq_id: int, count: int, owners: dict[int, list[int]] | None = None) -> list[int]:
+    return [100 * owner_of(seq_id, i, owners) + i for i in range(count)]

@@ -121,6 +121,64 @@ def test_a_gap_and_a_change_of_policy_split_a_sequence() -> None:
     buffer.check_integrity()
 
 
+@pytest.mark.parametrize("stage_rows", [3, 100])
+@pytest.mark.parametrize("prompt", [3, 4, 7])
+def test_the_samples_of_a_prompt_share_its_rows(prompt: int, stage_rows: int) -> None:
+    """The first one prefills; each has the whole prompt to attend to, and its pairs are trained once."""
+    buffer = small_buffer(stage_rows=stage_rows)
+    owners = {2: [1] * prompt, 3: [1] * prompt}
+    buffer.take(one_pass([(1, 0, prompt)]))
+    buffer.fork(1, 2, prompt)
+    buffer.fork(1, 3, prompt)
+    for at in range(prompt, prompt + 9, 3):
+        buffer.take(one_pass([(s, at, 3) for s in (1, 2, 3)]))
+    buffer.check_integrity()
+    for seq_id in (1, 2, 3):
+        buffer.finish(seq_id, script_tokens(seq_id, prompt + 10, owners))
+    pieces = everything(buffer)
+    assert [(p.first, p.rows, p.trained_from, p.record.pairs) for p in pieces] == [
+        (0, prompt + 9, 0, prompt + 8), (0, prompt + 9, prompt - 1, 9), (0, prompt + 9, prompt - 1, 9),
+    ]
+    assert [c for p in pieces for c in misaligned(buffer, p, owners)] == []
+    assert buffer.stats()["shared_rows"] == 2 * prompt
+    pages = 3 * -(-(prompt + 9) // 4) - 2 * (prompt // 4)  # full pages of the prompt are there once
+    assert buffer.stats()["used_bytes"] == pages * buffer._arena.page_bytes
+    buffer.check_integrity()
+
+
+def test_sabotage_a_shared_page_written_to_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HiddenStateBuffer, "_own_last_page", lambda self, record: True)
+    with pytest.raises(AssertionError):
+        test_the_samples_of_a_prompt_share_its_rows(7, 100)
+
+
+def test_a_fork_of_what_is_not_kept_is_none_and_a_lone_one_makes_no_pair() -> None:
+    buffer = small_buffer()
+    buffer.fork(1, 2, 5)
+    assert buffer.stats()["open_sequences"] == 0
+    buffer.take(one_pass([(1, 4, 5)]))
+    buffer.fork(1, 2, 12)  # more than it has
+    buffer.fork(1, 3, 4)  # nothing of what it has
+    assert buffer.stats()["open_sequences"] == 1
+    buffer.fork(1, 4, 9)
+    buffer.finish(4, script_tokens(4, 9, {4: [1] * 9}))
+    assert everything(buffer) == [] and buffer.stats()["unpaired_rows"] == 5
+    buffer.check_integrity()
+
+
+def test_windows_hold_pairs_of_their_own() -> None:
+    buffer = small_buffer()
+    buffer.take(one_pass([(1, 0, 30)]))
+    buffer.fork(1, 2, 30)
+    buffer.discard(1)
+    buffer.take(one_pass([(2, 30, 3)]))
+    buffer.finish(2, script_tokens(2, 34, {2: [1] * 30}))
+    for i in range(50):
+        with buffer.draw(10, str(i)) as (piece,):
+            assert piece.trained_from < piece.rows - 1
+            assert misaligned(buffer, piece, {2: [1] * 30}) == []
+
+
 def test_ten_thousand_tokens_stay_within_a_small_budget() -> None:
     """J05. Pages are the only storage: no kept slice can hold a pass's tensor."""
     buffer = small_buffer(pages=20)

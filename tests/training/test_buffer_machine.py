@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.training.rows import misaligned, one_pass, script_tokens, small_buffer
+from tests.training.rows import misaligned, one_pass, owner_of, script_tokens, small_buffer
 from tlt_engine.training.buffer import HiddenStateBuffer
 from tlt_engine.training.records import DrawPolicy
 
@@ -23,6 +23,7 @@ class BufferMachine(RuleBasedStateMachine):
     def build(self, pages: int, page_rows: int, stage_rows: int, capture: float) -> None:
         self.buffer = small_buffer(pages=pages, page_rows=page_rows, stage_rows=stage_rows, capture=capture)
         self.ends: dict[int, int] = {}  # running sequences: rows computed
+        self.owners: dict[int, list[int]] = {}  # whose pass computed each position, which sequence kept
         self.policy = self.next_id = 0
 
     @rule(chunk=st.integers(1, 9), hit=st.sampled_from([0, 0, 4]))
@@ -30,6 +31,18 @@ class BufferMachine(RuleBasedStateMachine):
         self.next_id += 1
         self.buffer.take(one_pass([(self.next_id, hit, chunk)], self.policy))
         self.ends[self.next_id] = hit + chunk
+
+    @precondition(lambda self: self.ends)
+    @rule(pick=st.integers(0, 99), less=st.integers(0, 5), more=st.integers(0, 4))
+    def fork(self, pick: int, less: int, more: int) -> None:
+        """A sibling that shares what another has, or most of it."""
+        donor = sorted(self.ends)[pick % len(self.ends)]
+        length = max(self.ends[donor] - less, 1)
+        self.next_id += 1
+        self.buffer.fork(donor, self.next_id, length)
+        self.owners[self.next_id] = [owner_of(donor, i, self.owners) for i in range(length)]
+        self.buffer.take(one_pass([(self.next_id, length, more)], self.policy))
+        self.ends[self.next_id] = length + more
 
     @precondition(lambda self: self.ends)
     @rule(seed=st.integers(0, 2**16))
@@ -45,6 +58,7 @@ class BufferMachine(RuleBasedStateMachine):
         """The sequence is computed again from an earlier position, perhaps with a jump over a cached prefix."""
         seq_id = sorted(self.ends)[pick % len(self.ends)]
         first = max(self.ends[seq_id] - back, 0)
+        self.owners[seq_id] = self.owners.get(seq_id, [])[:first]
         self.buffer.take(one_pass([(seq_id, first, more)], self.policy))
         self.ends[seq_id] = first + more
 
@@ -53,7 +67,7 @@ class BufferMachine(RuleBasedStateMachine):
     def stop(self, pick: int, cut: int) -> None:
         seq_id = sorted(self.ends)[pick % len(self.ends)]
         end = self.ends.pop(seq_id)
-        self.buffer.finish(seq_id, script_tokens(seq_id, max(end - cut, 0)))
+        self.buffer.finish(seq_id, script_tokens(seq_id, max(end - cut, 0), self.owners))
 
     @precondition(lambda self: self.ends)
     @rule(pick=st.integers(0, 99))
@@ -73,7 +87,7 @@ class BufferMachine(RuleBasedStateMachine):
             if busy and self.ends:
                 self.decode(seed)
             assert sum(p.rows for p in pieces) <= rows
-            assert [c for p in pieces for c in misaligned(self.buffer, p)] == []
+            assert [c for p in pieces for c in misaligned(self.buffer, p, self.owners)] == []
             if reject and pieces:
                 self.buffer.reject(pieces[0])
 
@@ -88,9 +102,9 @@ class BufferMachine(RuleBasedStateMachine):
         if not hasattr(self, "buffer"):
             return
         for seq_id, end in self.ends.items():
-            self.buffer.finish(seq_id, script_tokens(seq_id, end))
+            self.buffer.finish(seq_id, script_tokens(seq_id, end, self.owners))
         with self.buffer.draw(10_000, "end", DrawPolicy(max_age=None)) as pieces:
-            assert [c for p in pieces for c in misaligned(self.buffer, p)] == []
+            assert [c for p in pieces for c in misaligned(self.buffer, p, self.owners)] == []
         self.buffer.check_integrity()
         assert self.buffer.stats()["open_sequences"] == 0
 
@@ -107,9 +121,11 @@ def run_random(seed: int) -> None:
     machine = BufferMachine()
     machine.build(rng.randint(3, 10), rng.randint(1, 5), rng.randint(1, 20), 1.0)
     for _ in range(60):
-        kind = rng.choice(["start", "decode", "decode", "preempt", "stop", "abort", "update", "draw"])
+        kind = rng.choice(["start", "fork", "decode", "decode", "preempt", "stop", "abort", "update", "draw"])
         if kind == "start" or not machine.ends:
             machine.start(rng.randint(1, 9), rng.choice([0, 0, 4]))
+        elif kind == "fork":
+            machine.fork(rng.randrange(100), rng.randint(0, 5), rng.randint(0, 4))
         elif kind == "decode":
             machine.decode(rng.randrange(2**16))
         elif kind == "preempt":
@@ -144,7 +160,8 @@ def forgotten_staged(self: HiddenStateBuffer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "broken"), [("_shorten", no_shortening), ("_free", no_return), ("_flush", forgotten_staged)]
+    ("method", "broken"), [("_shorten", no_shortening), ("_free", no_return), ("_flush", forgotten_staged),
+                           ("_own_last_page", lambda self, record: True)]
 )
 def test_sabotage_is_seen(monkeypatch: pytest.MonkeyPatch, method: str, broken: object) -> None:
     monkeypatch.setattr(HiddenStateBuffer, method, broken)

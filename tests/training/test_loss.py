@@ -353,6 +353,26 @@ def test_pack_refuses_rows_that_do_not_match_their_tokens() -> None:
         pack([torch.arange(34)], torch.zeros(33, 8), torch.zeros(33, 4), [0])
 
 
+def test_context_is_attended_to_and_not_trained() -> None:
+    """A fork's prompt: its own rows see it, and the loss is theirs alone."""
+    target = tiny_target(**SEVEN)
+    model = tiny_drafter(target)
+    (ids,) = random_texts([20])
+    whole = packed_texts(target, model, [ids])
+    part = pack([whole.tokens], whole.aux, whole.last, [0], [12])
+    assert part.trained(1).nonzero()[:, 0].tolist() == list(range(12, 18))
+    objective = Objective(model, LossConfig(steps=2))
+    with torch.no_grad():
+        outs = objective.unroll(whole)
+        _, sums = objective(part)
+        log_p, _, _ = Teacher.of(model)(whole.last)
+    assert sums.rows.tolist() == [7, 6]
+    for step, out in enumerate(outs):
+        rows = torch.arange(12, 19 - step)
+        want = -(log_p[rows + step + 1].exp() * model.logits(out[rows]).log_softmax(-1)).sum()
+        assert sums.cross_entropy[step].item() == pytest.approx(want.item(), rel=1e-5)
+
+
 def test_positions_start_again_with_every_sequence() -> None:
     packed = pack([torch.arange(3), torch.arange(2)], torch.zeros(5, 8), torch.zeros(5, 4), [0, 9])
     assert packed.positions.tolist() == [0, 1, 2, 9, 10]

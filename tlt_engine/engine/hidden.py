@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import cast
@@ -12,7 +12,7 @@ from torch import Tensor
 from tlt_engine.engine.sample import Sample
 from tlt_engine.scheduler.sequence import Chunk, Fork
 from tlt_engine.speculation.drafter import Drafter
-from tlt_engine.speculation.hidden import HiddenConsumer, HiddenDrafter, HiddenRecorder, HiddenRows, HiddenRun
+from tlt_engine.speculation.hidden import HiddenDrafter, HiddenRecorder, HiddenRows, HiddenRun
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class HiddenConsumers:
     """Who takes hidden states from the engine's passes: the drafter, where it drafts from them, and recorders."""
 
     def __init__(self, drafter: Drafter | None) -> None:
-        self._drafter = cast(HiddenDrafter, drafter) if hasattr(drafter, "hidden_layers") else None
+        self._drafters = [cast(HiddenDrafter, drafter)] if hasattr(drafter, "hidden_layers") else []
         self._recorders: list[HiddenRecorder] = []
 
     @property
-    def _all(self) -> list[HiddenConsumer]:
-        return [*([] if self._drafter is None else [self._drafter]), *self._recorders]
+    def _all(self) -> Seq[HiddenDrafter | HiddenRecorder]:
+        return [*self._drafters, *self._recorders]
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -83,10 +83,13 @@ class HiddenConsumers:
             for consumer in self._all:
                 consumer.take(rows)
 
-    def fork(self, forks: Iterable[Fork]) -> None:
-        if self._drafter is not None:
-            for fork in forks:
-                self._drafter.fork(fork.donor.seq_id, fork.seq.seq_id, fork.seq.kv_len)
+    def fork(self, forks: Iterable[Fork], samples: Mapping[int, Sample]) -> None:
+        """samples: by seq_id. Recorders are not told of internal ones."""
+        for fork in forks:
+            internal = samples[fork.seq.seq_id].internal
+            told: Seq[HiddenDrafter | HiddenRecorder] = self._drafters if internal else self._all
+            for consumer in told:
+                consumer.fork(fork.donor.seq_id, fork.seq.seq_id, fork.seq.kv_len)
 
     def ended(self, sample: Sample) -> None:
         """Its output is sealed."""
@@ -99,7 +102,7 @@ class HiddenConsumers:
                 recorder.finish(sample.seq.seq_id, sample.seq.token_ids)
 
     def target_changed(self, version: str, recomputed: bool) -> None:
-        if self._drafter is not None:
-            self._drafter.target_changed(recomputed)
+        for drafter in self._drafters:
+            drafter.target_changed(recomputed)
         for recorder in self._recorders:
             recorder.new_policy(version)

@@ -58,6 +58,9 @@ class HiddenDrafter(HiddenConsumer, Protocol):
 class HiddenRecorder(HiddenConsumer, Protocol):
     """Who keeps hidden states beyond their sample: training.buffer.HiddenStateBuffer."""
 
+    def fork(self, source: int, seq_id: int, length: int) -> None:
+        """As HiddenDrafter.fork."""
+
     def finish(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """The sample has ended or paused; its prompt and output."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ class Arena:
         self.slab_pages = min(self.total_pages, max(1, SLAB_BYTES // self.page_bytes))
         self._slabs: list[Tensor] = []
         self._free: list[int] = []
+        self._holders: dict[int, int] = {}  # of pages in use
         self._made = 0
 
     @property
@@ -45,19 +48,36 @@ class Arena:
                 self._slabs.append(torch.empty(shape, dtype=self.dtype, pin_memory=self.pinned))
             self._free.extend(reversed(range(self._made, self._made + count)))
             self._made += count
-        return self._free.pop() if self._free else None
+        if not self._free:
+            return None
+        page = self._free.pop()
+        self._holders[page] = 1
+        return page
+
+    def share(self, pages: list[int]) -> None:
+        """One holder more for each."""
+        for page in pages:
+            self._holders[page] += 1
+
+    def shared(self, page: int) -> bool:
+        return self._holders[page] > 1
 
     def give(self, pages: list[int]) -> None:
-        self._free.extend(reversed(pages))
+        """One holder fewer for each; without one a page is free."""
+        for page in reversed(pages):
+            self._holders[page] -= 1
+            if self._holders[page] == 0:
+                del self._holders[page]
+                self._free.append(page)
 
     def page(self, index: int) -> Tensor:
         """[page_rows, width], a view."""
         return self._slabs[index // self.slab_pages][index % self.slab_pages]
 
     def check(self, held: list[int]) -> None:
-        """free + used = made, no page twice. held: the pages that their holders name."""
-        free, used = set(self._free), set(held)
-        assert len(free) == len(self._free) and len(used) == len(held), "a page is free or held twice"
-        assert not free & used and len(free) + len(used) == self._made, (
-            f"{len(free)} free + {len(used)} held != {self._made} pages made"
+        """free + used = made, and every holder counted. held: the pages that their holders name, with repeats."""
+        assert Counter(held) == self._holders, f"holders {Counter(held)} != {self._holders}"
+        assert len(set(self._free)) == len(self._free) and not self._holders.keys() & set(self._free), "free twice"
+        assert len(self._free) + len(self._holders) == self._made, (
+            f"{len(self._free)} free + {len(self._holders)} held != {self._made} pages made"
         )

@@ -84,8 +84,8 @@ class HiddenStateBuffer:
         self._policies = ["0"]
         self._uid = 0
         self._counts = dict.fromkeys(
-            ("taken_rows", "replaced_rows", "dropped_sequences", "dropped_rows", "trimmed_rows", "cut_rows",
-             "unpaired_rows"), 0)
+            ("taken_rows", "shared_rows", "replaced_rows", "dropped_sequences", "dropped_rows", "trimmed_rows",
+             "cut_rows", "unpaired_rows"), 0)
         self._lock = threading.Lock()
         self._copy_stream: Any = torch.cuda.Stream(self.device) if self._cuda else None
         self._source_stream: Any = None
@@ -115,6 +115,25 @@ class HiddenStateBuffer:
             self._check(rows.hidden, runs)
             with self._lock:
                 self._take(rows.hidden, runs)
+
+    def fork(self, source: int, seq_id: int, length: int) -> None:
+        """The sequence seq_id shares the first `length` positions of `source`, a running one: the n samples of a prompt
+        prefill it once. It holds the same pages, as context of its own rows."""
+        with self._lock:
+            donor = self._open.get(source)
+            if donor is None or seq_id in self._open or not self.wants(seq_id):
+                return
+            if donor.staged:
+                self._flush()
+            rows = length - donor.first
+            if donor.dead or not 0 < rows <= donor.rows:
+                return
+            pages = donor.pages[: -(-rows // self._arena.page_rows)]
+            self._arena.share(pages)
+            self._open[seq_id] = Record(
+                self._next_uid(), seq_id, donor.first, donor.policy, rows=rows, context=rows, pages=list(pages)
+            )
+            self._counts["shared_rows"] += rows
 
     def finish(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """The sequence has ended, or what is known of it so far may be trained on; token_ids: its prompt and output.
@@ -212,8 +231,9 @@ class HiddenStateBuffer:
         return self._arena.bytes + stage
 
     def stats(self) -> dict[str, Any]:
-        """Rows are tokens. taken = kept + replaced (computed again) + dropped + trimmed (own oldest rows of a sequence
-        that fills the budget) + cut (behind a stop) + unpaired (a lone row, which makes no pair)."""
+        """Rows are tokens. taken + shared (of forks, counted for each) = kept + replaced (computed again) + dropped +
+        trimmed (own oldest rows of a sequence that fills the budget) + cut (behind a stop) + unpaired (they make no
+        pair of their own)."""
         with self._lock:
             kept = [*self._closed.values(), *self._open.values(), *(r for p in self._parts.values() for r in p)]
             return {
@@ -236,7 +256,8 @@ class HiddenStateBuffer:
             self._arena.check([page for r in records for page in r.pages])
         lost = ("replaced_rows", "dropped_rows", "trimmed_rows", "cut_rows", "unpaired_rows")
         accounted = stats["kept_rows"] + sum(stats[name] for name in lost)
-        assert accounted == stats["taken_rows"], f"{accounted} rows accounted for, {stats['taken_rows']} taken"
+        taken = stats["taken_rows"] + stats["shared_rows"]
+        assert accounted == taken, f"{accounted} rows accounted for, {taken} taken or shared"
 
     # ---------------------------------------------------------------- within the lock
 
@@ -290,6 +311,7 @@ class HiddenStateBuffer:
     def _shorten(self, record: Record, rows: int) -> None:
         """Without its last rows; none of them staged."""
         record.rows -= rows
+        record.context = min(record.context, record.rows)
         keep = -(-record.rows // self._arena.page_rows)
         self._arena.give(record.pages[keep:])
         del record.pages[keep:]
@@ -383,12 +405,27 @@ class HiddenStateBuffer:
             block, at = rows[at : at + count], at + count
             while len(block) and not record.dead:
                 offset = (record.rows - record.staged) % page_rows
-                if offset == 0 and not self._grow(record):
+                if not (self._grow(record) if offset == 0 else self._own_last_page(record)):
                     break
                 now = min(len(block), page_rows - offset)
                 self._arena.page(record.pages[-1])[offset : offset + now].copy_(block[:now], non_blocking=True)
                 record.staged -= now
                 block = block[now:]
+
+    def _own_last_page(self, record: Record) -> bool:
+        """A partial page that is shared is copied before it is written to. False as `_grow`."""
+        shared = record.pages[-1]
+        if not self._arena.shared(shared):
+            return True
+        if self._copied is not None:
+            self._copied.synchronize()
+        kept = self._arena.page(shared).clone()  # making room may take the page away
+        del record.pages[-1]
+        self._arena.give([shared])
+        if not self._grow(record):
+            return False
+        self._arena.page(record.pages[-1]).copy_(kept)
+        return True
 
     def _grow(self, record: Record) -> bool:
         """One more page, for which older sequences go. False when this one had to be dropped itself."""
@@ -413,6 +450,7 @@ class HiddenStateBuffer:
         self._arena.give([record.pages.pop(0)])
         record.first += count
         record.rows -= count
+        record.context = max(record.context - count, 0)
         if record.tokens is not None:
             record.tokens = record.tokens[count:].clone()
         self._counts["trimmed_rows"] += count
@@ -448,7 +486,7 @@ class HiddenStateBuffer:
                 return
             self._counts["cut_rows"] += behind
             self._shorten(record, behind)
-        if record.rows < 2:
+        if record.pairs == 0:
             self._counts["unpaired_rows"] += record.rows
             self._forget(record)
             return
@@ -483,6 +521,7 @@ def _fill_up(pieces: list[Piece], records: Sequence[Record], rows: int, most: in
         if left < 2:
             break
         size = min(record.rows, left, most)
-        out.append(Piece(record, rng.randrange(record.rows - size + 1), size))
+        least = max(record.context + 1 - size, 0)  # a window of context alone would teach nothing
+        out.append(Piece(record, rng.randint(least, record.rows - size), size))
         left -= size
     return out

@@ -204,9 +204,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 skip = max(step + 1 - first, 0)  # their outputs would stand before row 0
                 if skip >= len(rows):
                     continue
-                inside = (rows - step - 1 >= packed.starts[rows]) & packed.usable[rows]
-                trained, target = inside[skip:].float(), p[skip:]
                 at = slice(first + skip - step - 1, first + len(rows) - step - 1)
+                inside = all_rows[at] >= packed.starts[rows[skip:]]
+                trained, target = (inside & packed.usable[at]).float(), p[skip:]
                 x = states[step, at].to(head.dtype)
                 log_q = F.linear(x, head).float().log_softmax(-1)
                 q, guess = log_q.exp(), log_q.argmax(-1)

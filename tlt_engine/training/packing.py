@@ -23,7 +23,8 @@ from tlt_engine.training.records import Piece
 class PackedRows:
     """tokens int64 [R]; aux [R, k Ht] and last [R, Ht], the target's hidden states with that token as input; positions
     int64 [R], absolute within the row's own sequence; starts, ends int64 [R]: first and last packed row of the row's
-    sequence; usable bool [R]: False for a sequence that may not be trained on. longest: rows of the longest one."""
+    sequence; usable bool [R]: False for entries that may not be trained: context, and sequences that are not finite.
+    longest: rows of the longest one."""
 
     tokens: Tensor
     aux: Tensor
@@ -45,10 +46,12 @@ class PackedRows:
 
 
 def pack(
-    tokens: Sequence[Tensor], aux: Tensor, last: Tensor, firsts: Sequence[int], usable: Sequence[bool] | None = None
+    tokens: Sequence[Tensor], aux: Tensor, last: Tensor, firsts: Sequence[int],
+    trained_from: Sequence[int] | None = None,
 ) -> PackedRows:
     """tokens: int64 [n_i] of each sequence; aux and last: their rows one behind the other; firsts: absolute positions
-    of their first rows. Everything comes to aux' device."""
+    of their first rows; trained_from: the first row of each that is an entry to train (n_i: none), 0 by default.
+    Everything comes to aux' device."""
     lengths = [len(t) for t in tokens]
     if sum(lengths) != len(aux) or len(aux) != len(last) or len(firsts) != len(tokens):
         raise refuse("pack", "as many hidden rows as tokens", f"{sum(lengths)} tokens, {len(aux)} and {len(last)} rows",
@@ -59,11 +62,12 @@ def pack(
     owner = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     starts = (ends - counts + 1)[owner]
     positions = torch.arange(len(owner)) - starts + torch.tensor(firsts, dtype=torch.int64)[owner]
-    good = torch.ones(len(lengths), dtype=torch.bool) if usable is None else torch.tensor(usable, dtype=torch.bool)
+    least = torch.zeros(len(lengths), dtype=torch.int64) if trained_from is None else torch.tensor(trained_from)
+    usable = torch.arange(len(owner)) - starts >= least[owner]
     to = lambda t: t.to(device, non_blocking=True)  # noqa: E731
     return PackedRows(
         tokens=to(torch.cat(list(tokens))), aux=aux, last=last, positions=to(positions), starts=to(starts),
-        ends=to(ends[owner]), usable=to(good[owner]), longest=max(lengths),
+        ends=to(ends[owner]), usable=to(usable), longest=max(lengths),
     )
 
 
@@ -85,4 +89,6 @@ def pack_pieces(
             block.zero_()
             buffer.reject(piece)
     tokens, firsts = [piece.tokens for piece in pieces], [piece.first for piece in pieces]
-    return pack(tokens, states[:, buffer.aux_columns], states[:, buffer.last_columns], firsts, good), sum(good)
+    trained_from = [piece.trained_from if fine else piece.rows for piece, fine in zip(pieces, good)]
+    packed = pack(tokens, states[:, buffer.aux_columns], states[:, buffer.last_columns], firsts, trained_from)
+    return packed, sum(good)

@@ -13,8 +13,9 @@ class Record:
     """Hidden states of consecutive positions `first .. first + rows - 1` of one sequence. Row i lies in
     pages[i // page_rows]; the last `staged` rows are still on the device.
 
-    policy: number of the policy that computed them. tokens: int64 [rows] on the host once closed, one a row. readers:
-    draws that are copying from it; its pages stay while there are any.
+    context: how many leading rows are another record's too (a fork's prompt): they are there to be attended to, and
+    are trained in that other record. policy: number of the policy that computed them. tokens: int64 [rows] on the host
+    once closed, one a row. readers: draws that are copying from it; its pages stay while there are any.
     """
 
     uid: int
@@ -22,6 +23,7 @@ class Record:
     first: int
     policy: int
     rows: int = 0
+    context: int = 0
     staged: int = 0
     pages: list[int] = field(default_factory=list)
     tokens: Tensor | None = None
@@ -35,8 +37,8 @@ class Record:
 
     @property
     def pairs(self) -> int:
-        """Training pairs: the row of each needs the next row for its teacher."""
-        return max(self.rows - 1, 0)
+        """Training pairs of its own: the row of each needs the next row for its teacher."""
+        return max(self.rows - max(self.context, 1), 0)
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class Piece:
     def first(self) -> int:
         """Absolute position of its first row."""
         return self.record.first + self.start
+
+    @property
+    def trained_from(self) -> int:
+        """Its first row that is an entry to train; those before are context."""
+        return max(self.record.context - 1 - self.start, 0)
 
 
 @dataclass(frozen=True)
