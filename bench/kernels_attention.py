@@ -35,11 +35,13 @@ from tlt_kernels.triton.attention import (
 )
 from tlt_kernels.triton.invariant import InvariantAttention
 
+from bench import gpu_timing
 from bench.results import record
 
 READ_TBS = 4.13
 COLD_BYTES = 400 << 20  # L2 holds 60 MB
 COMMAND = "python -m bench.kernels_attention"
+RUNS = 15  # replays
 PEER = Geometry(28, 4, 128, 16, torch.bfloat16)
 
 
@@ -65,11 +67,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Timing:
-    us: float
-    low: float
-    high: float
-
+class Timing(gpu_timing.Timing):
     def share(self, load: Load) -> float:
         return load.kv_bytes / self.us / 1e6 / READ_TBS
 
@@ -99,24 +97,8 @@ class Inputs:
         }
 
 
-def time_graph(calls: Sequence[Callable[[], object]], replays: int = 15) -> Timing:
-    """Per call, from replays of one graph of all calls, each at least about 0.3 ms long."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-    for _ in range(3):
-        graph.replay()
-    for start, stop in pairs:
-        start.record()
-        graph.replay()
-        stop.record()
-    torch.cuda.synchronize()
-    times = sorted(start.elapsed_time(stop) * 1e3 / len(calls) for start, stop in pairs)
-    return Timing(statistics.median(times), times[0], times[-1])
+def time_graph(calls: Sequence[Callable[[], object]]) -> Timing:
+    return Timing(**vars(gpu_timing.time_graph(calls, RUNS)))
 
 
 def attention_of(load: Load, tiling: Tiling | None) -> TreeAttention:
@@ -381,7 +363,7 @@ def save(out: Path, metric: str, value: float, unit: str, params: dict[str, Any]
     spread = None
     if unit == "us":
         spread = [timing.low, timing.high]
-    record("gpu", metric, value, unit, params, command=COMMAND, spread=spread, runs=15, folder=out)
+    record("gpu", metric, value, unit, params, command=COMMAND, spread=spread, runs=RUNS, folder=out)
 
 
 def peers(best: dict[int, Tiling], out: Path) -> None:
