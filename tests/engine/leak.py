@@ -189,9 +189,13 @@ class FakeEngine:
             return
         kept = next((i + 1 for i in range(len(emitted)) if self.rng.random() < self.stop_chance), None)
         emitted = emitted[:kept]
-        seq.token_ids += emitted
+        if len(seq.token_ids) % 2:
+            seq.token_ids += emitted
+            self.scheduler.commit(decode, len(emitted))
+        else:  # in two halves, as the engine does when it launches the next pass in between
+            self.scheduler.extend([decode], [emitted])
+            self.scheduler.settle(seq, len(emitted))
         self._extend(seq, len(emitted))
-        self.scheduler.commit(decode, len(emitted))
         if kept is not None or not seq.room:
             self.scheduler.abort(seq)
             self.finished.append(seq)
