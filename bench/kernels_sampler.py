@@ -90,13 +90,31 @@ class Bench:
                     self.note("sampler.us", timing, name, size, tbs)
                 del sets
 
+    def memory(self) -> None:
+        """Beside logits, parameters and results: what a call of 256 rows holds."""
+        logits, ids = torch.randn(256, VOCAB, device="cuda").bfloat16(), identities(256)
+        for filters in ("none", "all", "top_p"):
+            params = params_for(256, filters)
+            cuda._scratch.clear()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            cuda.sample(logits, ids, params)
+            held = torch.cuda.max_memory_allocated() - before
+            print(f"sampler.bytes {filters}: {held}", flush=True)
+            record(
+                "gpu", "sampler.bytes", held, "bytes", {"rows": 256, "filters": filters}, command=COMMAND, runs=1,
+                folder=self.out,
+            )
+
     def draft(self) -> None:
         for rows, vocab, k in ((1, 32000, 8), (8, 32000, 8), (64, 32000, 8), (8, VOCAB, 8)):
             sets, ids = logit_sets(rows, vocab, 3.0), identities(rows)
-            temperature = torch.ones(rows, device="cuda")
-            d2t = torch.arange(vocab, device="cuda") * 3 if vocab == 32000 else None
-            timing = time_graph([partial(cuda.noisy_top_k, x, ids, temperature, k, d2t) for x in sets])
-            self.note("draft_top_k.us", timing, {"rows": rows, "vocab": vocab, "k": k})
+            mapped = {"d2t": torch.arange(vocab, device="cuda") * 3, "target_vocab": VOCAB} if vocab == 32000 else {}
+            for filters in ("none", "all"):
+                params = params_for(rows, filters)
+                timing = time_graph([partial(cuda.noisy_top_k, x, ids, params, k, **mapped) for x in sets])
+                self.note("draft_top_k.us", timing, {"rows": rows, "vocab": vocab, "k": k, "filters": filters})
 
     def trees(self) -> None:
         for batch, budget in ((1, 32), (8, 16), (64, 4)):
@@ -135,6 +153,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json")
     bench = Bench(parser.parse_args().out)
     bench.sampler()
+    bench.memory()
     bench.draft()
     bench.trees()
     bench.commit()

@@ -35,6 +35,48 @@ TLT_HD Words4 noise_words(uint64_t key, uint32_t t, uint32_t v_block, uint32_t p
   return philox4x32_10(t, v_block + (purpose << 24), sample, segment, key);
 }
 
+// The words of one row's noise. All its counters differ in v / 4 alone, so half of the first three rounds is the row's:
+// 16 wide products a counter instead of 20, and what is left of the row are 18 words that fit uniform registers.
+struct RowWords {
+  uint32_t a, b, c, d, e;  // what the rounds 1, 2, 3, 3, 4 add to the counter's own part
+  uint32_t k0[7], k1[6];   // keys of the rounds 4 to 10 and 5 to 10
+
+  TLT_HD static uint32_t high(uint32_t x, uint32_t m) { return static_cast<uint32_t>((uint64_t(x) * m) >> 32); }
+
+  TLT_HD static RowWords of(uint64_t key, uint32_t t, uint32_t sample, uint32_t segment, uint32_t purpose) {
+    constexpr uint32_t m0 = 0xD2511F53u, m1 = 0xCD9E8D57u, w0 = 0x9E3779B9u, w1 = 0xBB67AE85u;
+    const uint32_t key0 = static_cast<uint32_t>(key), key1 = static_cast<uint32_t>(key >> 32);
+    RowWords r;
+    r.a = high(sample, m1) ^ key0 ^ (purpose << 24);  // id blocks have 24 bits: the sum with the purpose is an xor
+    const uint32_t n1 = sample * m1, n2 = high(t, m0) ^ segment ^ key1, n3 = t * m0;
+    r.b = n3 ^ (key1 + w1);
+    const uint32_t u0 = high(n2, m1) ^ n1 ^ (key0 + w0), u1 = n2 * m1;
+    r.c = u1 ^ (key0 + 2 * w0);
+    r.d = high(u0, m0) ^ (key1 + 2 * w1);
+    r.e = (u0 * m0) ^ (key1 + 3 * w1);
+    for (uint32_t i = 0; i < 7; ++i) r.k0[i] = key0 + (i + 3) * w0;
+    for (uint32_t i = 0; i < 6; ++i) r.k1[i] = key1 + (i + 4) * w1;
+    return r;
+  }
+
+  // noise_words(key, t, block, purpose, sample, segment)
+  TLT_HD Words4 words(uint32_t block) const {
+    uint64_t p0 = static_cast<uint64_t>(block ^ a) * 0xD2511F53u;
+    uint64_t p1 = static_cast<uint64_t>(static_cast<uint32_t>(p0 >> 32) ^ b) * 0xCD9E8D57u;
+    uint32_t c0 = static_cast<uint32_t>(p1 >> 32) ^ c, c1 = static_cast<uint32_t>(p1);
+    uint32_t c2 = static_cast<uint32_t>(p0) ^ d, c3;
+    p0 = static_cast<uint64_t>(c0) * 0xD2511F53u, p1 = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
+    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0[0], c1 = static_cast<uint32_t>(p1);
+    c2 = static_cast<uint32_t>(p0 >> 32) ^ e, c3 = static_cast<uint32_t>(p0);
+    for (int i = 0; i < 6; ++i) {
+      p0 = static_cast<uint64_t>(c0) * 0xD2511F53u, p1 = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
+      c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0[i + 1], c1 = static_cast<uint32_t>(p1);
+      c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1[i], c3 = static_cast<uint32_t>(p0);
+    }
+    return {{c0, c1, c2, c3}};
+  }
+};
+
 // w in (0, 1): w = min((float(x) + 0.5) * 2^-32, 1 - 2^-24). Every operation is one IEEE rounding. The minimum is taken
 // on the bits (positive floats order as their bits do): a float select kept gcc 12 from vectorising the loops.
 TLT_HD float uniform_from_word(uint32_t x) {

@@ -101,6 +101,16 @@ __device__ __forceinline__ Raw8<T> load8(const T* row, int group, int n, bool al
   return raw;
 }
 
+// bf16 is the upper half of fp32: one shift or mask each, where the conversion takes two instructions.
+__device__ __forceinline__ void unpack8(const Raw8<__nv_bfloat16>& raw, float (&x)[8]) {
+  const uint32_t pairs[4] = {raw.q[0].x, raw.q[0].y, raw.q[0].z, raw.q[0].w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x[2 * i] = __uint_as_float(pairs[i] << 16);
+    x[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+  }
+}
+
 template <typename T>
 __device__ __forceinline__ void unpack8(const Raw8<T>& raw, float (&x)[8]) {
   const T* values = reinterpret_cast<const T*>(&raw);

@@ -1,4 +1,4 @@
-// The drafter's proposals: top-K of log q / T + g, with g the target's own noise at target ids.
+// The drafter's proposals: the best k of log q + g, with g the target's own noise at target ids.
 #pragma once
 #include <cstdint>
 
@@ -7,16 +7,12 @@
 namespace tlt::cuda {
 
 struct DraftArgs {
-  const void* logits;  // [R, V] of the draft vocabulary
-  Dtype dtype;
-  int64_t row_stride;  // elements
-  int32_t rows, vocab, k;
-  const int64_t *keys, *positions, *samples, *segments;
-  const float* temperature;  // below 1e-5: no noise, temperature 1
-  const int64_t* d2t;        // [V] offsets to target ids, or null
-  int64_t* tokens;           // [R, k] target ids, best first, ties to the lower draft id; -1 where nothing is left
-  float* scores;             // [R, k] log softmax(logits / T) + g
-  float* logprobs;           // [R, k] log softmax(logits / T)
+  SampleArgs rows;  // logits [R, columns] of the draft vocabulary, everything else in target ids; draws nothing
+  int32_t k;
+  bool noise;  // false: the best k of log q
+  // [R, k] each, best first, ties to the lower id. tokens: target ids, draft_ids: columns; -1 where nothing is left.
+  int64_t *tokens, *draft_ids;
+  float *scores, *logprobs;  // log q + g (log q without noise), log q; -inf beside -1
 };
 
 void noisy_top_k(const DraftArgs& args, uint64_t stream);

@@ -1,5 +1,7 @@
 // One row of the sampler: its parameters, the steps before the temperature, its noise, and the running argmax.
 #pragma once
+#include <type_traits>
+
 #include "common.cuh"
 #include "philox.h"
 #include "sample.h"
@@ -7,6 +9,7 @@
 namespace tlt::cuda {
 
 constexpr float kGreedyBelow = 1e-5f;  // params.GREEDY_BELOW
+constexpr float kGumbelLeast = -2.82f;  // proved over all words, csrc/cpu/noise.h
 constexpr int kMaxBranch = 128;        // tokens of a node's branch: a draft tree has at most 128 nodes
 constexpr int kTouchedBits = 8192;
 
@@ -27,8 +30,7 @@ struct Row {
   float inverse;      // 1 / temperature, correctly rounded
   int top_k;          // 0 = off
   float top_p, min_p; // 1, 0 = off
-  uint64_t key;
-  uint32_t position, sample, segment;
+  RowWords noise;
 
   // x / temperature, correctly rounded (Markstein: two corrections of x * RN(1 / t)) where no intermediate over- or
   // underflows; a fraction of the division's instructions, and as many logits as the row has need it.
@@ -37,15 +39,27 @@ struct Row {
     return fmaf(fmaf(-temperature, better, x), inverse, better);
   }
   __device__ __forceinline__ bool filtered() const { return top_k > 0 || top_p < 1.0f || min_p > 0.0f; }
-  __device__ __forceinline__ Words4 words(int block) const {
-    return noise_words(key, position, static_cast<uint32_t>(block), 0, sample, segment);
-  }
-  __device__ __forceinline__ float noise(int id) const {
+  __device__ __forceinline__ Words4 words(int block) const { return noise.words(static_cast<uint32_t>(block)); }
+  __device__ __forceinline__ uint32_t word(int id) const {
     const Words4 w = words(id / 4);
     const int i = id % 4;
-    return gumbel_from_word(i < 2 ? (i == 0 ? w.x[0] : w.x[1]) : (i == 2 ? w.x[2] : w.x[3]));
+    return i < 2 ? (i == 0 ? w.x[0] : w.x[1]) : (i == 2 ? w.x[2] : w.x[3]);
   }
 };
+
+// A word that all lanes hold alike, told to the compiler: the result of a reduction lives in a uniform register.
+__device__ __forceinline__ uint32_t uniform(int64_t x) {
+#ifdef __CUDA_ARCH__
+  return __reduce_or_sync(kAll, static_cast<uint32_t>(x));
+#else
+  return static_cast<uint32_t>(x);
+#endif
+}
+
+__device__ __forceinline__ RowWords row_words(int64_t key, int64_t position, int64_t sample, int64_t segment) {
+  const uint64_t both = static_cast<uint64_t>(uniform(key >> 32)) << 32 | uniform(key);
+  return RowWords::of(both, uniform(position), uniform(sample), uniform(segment), 0);
+}
 
 __device__ __forceinline__ Row load_row(const SampleArgs& a, int r) {
   Row row;
@@ -58,10 +72,7 @@ __device__ __forceinline__ Row load_row(const SampleArgs& a, int r) {
   if (row.top_k >= a.limit) row.top_k = 0;
   row.top_p = a.top_p && !row.greedy ? a.top_p[r] : 1.0f;
   row.min_p = a.min_p && !row.greedy ? a.min_p[r] : 0.0f;
-  row.key = static_cast<uint64_t>(a.keys[r]);
-  row.position = static_cast<uint32_t>(a.positions[r]);
-  row.sample = static_cast<uint32_t>(a.samples[r]);
-  row.segment = static_cast<uint32_t>(a.segments[r]);
+  row.noise = row_words(a.keys[r], a.positions[r], a.samples[r], a.segments[r]);
   return row;
 }
 
@@ -71,7 +82,8 @@ __host__ __device__ __forceinline__ bool penalised(const SampleArgs& a) {
 
 // Whether any logit may change before the temperature; the kernels are compiled with and without.
 inline bool has_mods(const SampleArgs& a) {
-  return a.allowed_row || a.bias_row || (penalised(a) && (a.history_row || a.parent_row));
+  return a.allowed_row || a.bias_row || (penalised(a) && (a.history_row || a.parent_row || a.branch_tokens)) ||
+         (a.d2t && a.limit < a.vocab);
 }
 
 // All threads of the block; ends with a barrier.
@@ -82,6 +94,12 @@ __device__ __forceinline__ void fill_touched(const SampleArgs& a, int r, Touched
     if (a.parent_row && penalised(a)) {
       for (int node = r; a.parent_row[node] >= 0 && n < kMaxBranch; node = a.parent_row[node]) {
         const int64_t id = a.node_tokens[node];
+        if (id >= 0 && id < a.limit) touched.branch[n++] = static_cast<int32_t>(id);
+      }
+    }
+    if (a.branch_tokens && penalised(a)) {
+      for (int i = 0; i < a.branch_width && n < kMaxBranch; ++i) {
+        const int64_t id = a.branch_tokens[static_cast<int64_t>(r) * a.branch_width + i];
         if (id >= 0 && id < a.limit) touched.branch[n++] = static_cast<int32_t>(id);
       }
     }
@@ -101,6 +119,14 @@ __device__ __forceinline__ void fill_touched(const SampleArgs& a, int r, Touched
     }
   }
   __syncthreads();
+}
+
+// The target id of a column; of none beyond the columns.
+__device__ __forceinline__ int target_of(const SampleArgs& a, int column) {
+  if (!a.d2t) return column;
+  if (column >= a.columns) return a.limit;
+  return column + static_cast<int>(a.d2t_wide ? static_cast<const int64_t*>(a.d2t)[column]
+                                              : static_cast<const int32_t*>(a.d2t)[column]);
 }
 
 // Allowed mask, bias and penalties of one logit: everything before the temperature. -inf = not a candidate.
@@ -130,9 +156,15 @@ __device__ __forceinline__ float modified(const SampleArgs& a, int r, const Touc
   return x;
 }
 
+// Out of line: inlined at every place and id, ptxas took two minutes for one kernel.
+static __device__ __noinline__ float modified_called(const SampleArgs& a, int r, const Touched& touched, int id,
+                                                      float x) {
+  return modified(a, r, touched, id, x);
+}
+
 __device__ __forceinline__ float modified_at(const SampleArgs& a, int r, const Touched& touched, bool mods, int id,
                                              float x) {
-  if (mods) return modified(a, r, touched, id, x);
+  if (mods) return modified_called(a, r, touched, target_of(a, id), x);
   return id < a.limit ? x : negative_infinity<float>();
 }
 
@@ -148,7 +180,7 @@ template <bool kMods>
 __device__ __forceinline__ void modify8(const SampleArgs& a, int r, const Touched* touched, int group, float (&x)[8]) {
   if constexpr (kMods) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = modified(a, r, *touched, group * 8 + i, x[i]);
+    for (int i = 0; i < 8; ++i) x[i] = modified_called(a, r, *touched, target_of(a, group * 8 + i), x[i]);
   } else if (group * 8 + 8 > a.limit) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -185,55 +217,156 @@ __device__ __forceinline__ Best warp_best(Best best) {
   return best;
 }
 
-// The running argmax of a warp. A score needs its two logs only where the token can still win: g = -log(E) <= -log(w),
-// so a win needs w <= exp(z - best), tested on the raw word with the exp that the log-sum-exp takes anyway.
-struct Argmax {
-  Best lane = no_best();
-  float warp = negative_infinity<float>();  // the best score of any lane so far
-  float scale = 0.0f;
+__device__ __forceinline__ float log2_fast(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return log2f(x);
+#endif
+}
 
-  // y_max: z over the temperature in powers of two, the base of p in consider(). The slack covers the fast exp and the
-  // rounding of scores: 2 ulp of either operand and 1e-3.
-  __device__ __forceinline__ void rescale(float y_max) {
-    const float best = warp * kLog2e;
+// Within 1e-4 of gumbel_from_word: below w = 0.01 the series of -log1p(-w) is good to 3e-7, above it 1 - w keeps w's
+// leading digits.
+__device__ __forceinline__ float gumbel_fast(uint32_t word) {
+  const float w = uniform_from_word(word);
+  const float e = w < 0.01f ? w * (1.0f + w * (0.5f + w * 0.33333334f)) : -kLn2 * log2_fast(1.0f - w);
+  return -kLn2 * log2_fast(e);
+}
+
+// The running argmax. A lane keeps the best id offered to it; a warp keeps a bound that the row's best score reaches.
+// Which ids are offered: g = -log(E) <= -log(w), so a win needs w <= exp(z - bound), tested on the raw words with the
+// exponentials that the log-sum-exp takes anyway: first 8 ids at a time, the least word against the sum of the
+// exponentials, then one by one. Scores are compared by fast logs; double ones settle what lies too close for them.
+struct Argmax {
+  float near = negative_infinity<float>();  // the lane's best score by fast logs
+  float x = 0.0f;                           // its logit before the temperature
+  uint32_t word = 0;
+  int32_t id = 0x7fffffff;
+  float bound = negative_infinity<float>();
+
+  // What `near` may be off: 1e-4 of the logs; the roundings of x / T, of g and of the sum.
+  static __device__ __forceinline__ float error(float near) { return 1.2e-4f + 3e-7f * (fabsf(near) + 23.0f); }
+
+  // Words w with (float) w <= p * scale(y_max) may win, p = 2^(y - y_max). The slack covers the fast exp and the
+  // roundings: 2 ulp of either operand and 1e-3. At most 2^126; below 1/2 no word may.
+  __device__ __forceinline__ float scale(float y_max) const {
+    const float best = bound * kLog2e;
     const float slack = 1e-3f + 0x1p-21f * (fabsf(y_max) + fminf(fabsf(best), 1e30f));
-    scale = exp2_fast(fminf(y_max - best + slack + 32.0f, 126.0f));
+    return exp2_fast(fminf(y_max - best + slack + 32.0f, 126.0f));
   }
 
-  // x[8]: logits of `group`; p[i] = 2^(y_i - y_max), top the largest p of this lane's eight.
-  __device__ __forceinline__ void consider(const Row& row, int group, const float (&x)[8], const float (&p)[8],
-                                           float top, float y_max) {
-    if (!__any_sync(kAll, top * scale >= 0.5f)) return;  // even the luckiest word, w = 2^-33, cannot win
-    uint32_t words[8];
-    const Words4 low = row.words(group * 2), high = row.words(group * 2 + 1);
+  // The id of the largest z of all reaches this much.
+  static __device__ __forceinline__ float least_of_max(float y_max) {
+    const float z = y_max * kLn2;
+    return z + kGumbelLeast - error(z);
+  }
+
+  __device__ __forceinline__ void take(float score, float logit, uint32_t bits, int32_t at) {
+    near = score, x = logit, word = bits, id = at;
+  }
+
+  __device__ __forceinline__ void offer(const Row& row, float logit, uint32_t bits, int32_t at) {
+    const float score = fmaf(logit, row.inverse, gumbel_fast(bits)), apart = 2.0f * error(score);
+    if (score > near + apart) {
+      take(score, logit, bits, at);
+    } else if (score >= near - apart) {
+      const float mine = row.z_of(x) + gumbel(word), other = row.z_of(logit) + gumbel(bits);
+      if (other > mine || (other == mine && at < id)) take(score, logit, bits, at);
+    }
+  }
+
+  // Lanes whose bit 32 j / 32 of `hot` is set look at group first + 32 j; logits_of(group, x[8]) gives its logits, -inf
+  // for what is no candidate. Whole warps; the bound rises.
+  template <typename F>
+  __device__ __forceinline__ void consider(const Row& row, uint32_t hot, int first, float per_unit, float y_max,
+                                           float most, F&& logits_of) {
+    while (hot) {
+      const int group = first + 32 * (__ffs(static_cast<int>(hot)) - 1);
+      hot &= hot - 1;
+      float logits[8];
+      logits_of(group, logits);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = low.x[i], words[i + 4] = high.x[i];
-    uint32_t candidates = 0;
+      for (int half = 0; half < 2; ++half) {
+        const Words4 w = row.words(group * 2 + half);
+        uint32_t candidates = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) candidates |= (static_cast<float>(words[i]) <= p[i] * scale) ? 1u << i : 0u;
-    if (!__any_sync(kAll, candidates != 0)) return;
-    while (candidates) {
-      const int i = __ffs(static_cast<int>(candidates)) - 1;
-      candidates &= candidates - 1;
-      const float logit = pick8(x, i);
-      const float score = row.z_of(logit) + gumbel(pick8(words, i));
-      if (score > lane.score) lane = {score, group * 8 + i, logit, 0.0f};
+        for (int i = 0; i < 4; ++i) {
+          const float p = exp2_fast(fmaf(logits[4 * half + i], per_unit, -y_max));
+          if (static_cast<float>(w.x[i]) <= p * most && p > 0.0f) candidates |= 1u << i;
+        }
+        while (candidates) {
+          const int i = __ffs(static_cast<int>(candidates)) - 1;
+          candidates &= candidates - 1;
+          const uint32_t bits = i < 2 ? (i == 0 ? w.x[0] : w.x[1]) : (i == 2 ? w.x[2] : w.x[3]);
+          offer(row, pick8(logits, 4 * half + i), bits, group * 8 + 4 * half + i);
+        }
+      }
     }
     __syncwarp();
-    warp = warp_max(lane.score);
-    rescale(y_max);
+    bound = fmaxf(bound, warp_max(near - error(near)));
   }
 
-  // Greedy: the logit is the score. top: the largest of x.
-  __device__ __forceinline__ void consider_greedy(int group, const float (&x)[8], float top) {
-    if (!__any_sync(kAll, top > warp)) return;
+  // The noise of a strip: groups first + 32 j of each lane, s8[j] the sum of p over group j.
+  template <int kGroups, typename F>
+  __device__ __forceinline__ void strip(const Row& row, int first, const float (&s8)[kGroups], float per_unit,
+                                        float y_max, F&& logits_of) {
+    // A warp without a bound offers its first group whole, whatever the words: 256 scores to begin with.
+#pragma unroll 1
+    for (bool begun = bound > negative_infinity<float>();; begun = true) {
+      bound = fmaxf(bound, least_of_max(y_max));
+      const float most = begun ? scale(y_max) : 0x1p126f;
+      if (!(most >= 0.5f)) return;
+      uint32_t hot = 1;
+      if (begun) {
+        hot = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (x[i] > lane.score) lane = {x[i], group * 8 + i, x[i], 0.0f};
+        for (int j = 0; j < kGroups; ++j) {
+          const Words4 low = row.words((first + 32 * j) * 2), high = row.words((first + 32 * j) * 2 + 1);
+          const uint32_t least = min(min(min(low.x[0], low.x[1]), min(low.x[2], low.x[3])),
+                                     min(min(high.x[0], high.x[1]), min(high.x[2], high.x[3])));
+          if (static_cast<float>(least) <= s8[j] * most) hot |= 1u << j;
+        }
+      }
+      if (__any_sync(kAll, hot != 0)) consider(row, hot, first, per_unit, y_max, most, logits_of);
+      if (begun) return;
     }
-    warp = warp_max(lane.score);
+  }
+
+  // The lane's best with its exact score.
+  __device__ __forceinline__ Best best(const Row& row) const {
+    if (id == 0x7fffffff) return no_best();
+    return {row.z_of(x) + gumbel(word), id, x, 0.0f};
   }
 };
+
+// The largest of a lane's logits. NaN is passed over (it reaches the sum of exponentials), or with kNan the result.
+template <bool kNan, int kGroups>
+__device__ __forceinline__ float max_raw(const Raw8<float> (&raw)[kGroups]) {
+  float top = negative_infinity<float>();
+#pragma unroll
+  for (int j = 0; j < kGroups; ++j) {
+    const float* x = reinterpret_cast<const float*>(&raw[j]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) top = kNan && x[i] != x[i] ? x[i] : top != top ? top : fmaxf(top, x[i]);
+  }
+  return top;
+}
+
+template <bool kNan, typename T, int kGroups>
+__device__ __forceinline__ float max_raw(const Raw8<T> (&raw)[kGroups]) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  Pair top = *reinterpret_cast<const Pair*>(&raw[0]);
+#pragma unroll
+  for (int j = 0; j < kGroups; ++j) {
+    const Pair* x = reinterpret_cast<const Pair*>(&raw[j]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) top = kNan ? __hmax2_nan(top, x[i]) : __hmax2(top, x[i]);
+  }
+  const float low = widen(top.x), high = widen(top.y);
+  return kNan && low != low ? low : kNan && high != high ? high : fmaxf(low, high);
+}
 
 __device__ __forceinline__ float max8(const float (&x)[8]) {
   float m = x[0];

@@ -32,23 +32,21 @@ int64_t sample_workspace(int32_t rows, int32_t vocab) {
   return static_cast<int64_t>(rows) * (kMaxSplits * sizeof(Best) + strips_of(vocab) * sizeof(StripSum));
 }
 
-void sample(const SampleArgs& a, uint64_t stream_address) {
+void count_histories(const SampleArgs& a, bool add, uint64_t stream) {
+  if (!a.history_row || a.histories == 0 || !penalised(a)) return;
+  count_history<<<dim3(4, a.histories), 256, 0, as_stream(stream)>>>(a, add);
+  check_launch("count_history");
+}
+
+void sample(const SampleArgs& a, uint64_t stream) {
   if (a.rows == 0) return;
-  const cudaStream_t stream = as_stream(stream_address);
-  const bool penalties = a.history_row && a.histories > 0 && penalised(a);
-  if (penalties) {
-    count_history<<<dim3(4, a.histories), 256, 0, stream>>>(a, true);
-    check_launch("count_history");
-  }
+  count_histories(a, true, stream);
   switch (a.dtype) {
-    case Dtype::kFloat32: sample_typed<float>(a, stream); break;
-    case Dtype::kFloat16: sample_typed<__half>(a, stream); break;
-    case Dtype::kBfloat16: sample_typed<__nv_bfloat16>(a, stream); break;
+    case Dtype::kFloat32: sample_typed<float>(a, as_stream(stream)); break;
+    case Dtype::kFloat16: sample_typed<__half>(a, as_stream(stream)); break;
+    case Dtype::kBfloat16: sample_typed<__nv_bfloat16>(a, as_stream(stream)); break;
   }
-  if (penalties) {
-    count_history<<<dim3(4, a.histories), 256, 0, stream>>>(a, false);
-    check_launch("count_history");
-  }
+  count_histories(a, false, stream);
 }
 
 }  // namespace tlt::cuda

@@ -16,7 +16,13 @@ constexpr float kReach = 30.0f;      // slot histogram: this far below the maxim
 constexpr int kNucleusSlots = 640;   // top-p alone: try the logits above this many slot maxima first
 constexpr float kFar = 40.0f;        // e^-40 of the largest mass, times any vocabulary, is below fp32's resolution
 
-inline __host__ __device__ int slots_of(int columns) { return (columns + 511) / 512 * 32; }
+constexpr int kWide = 8192;          // entries of a nucleus's window
+constexpr int kSampled = 16;         // one group of 8 logits in so many places the window
+
+inline __host__ __device__ int slots_of(int columns) { return strips_of(columns) * 64; }
+inline int filter_bytes(int columns) {
+  return max(slots_of(columns) * static_cast<int>(sizeof(float)), kWide * static_cast<int>(sizeof(uint64_t)));
+}
 
 // A slot is two groups of 8 ids, 256 ids apart, so that a warp's loads stay side by side.
 __device__ __forceinline__ int first_group(int slot) { return slot / 32 * 64 + slot % 32; }
@@ -38,7 +44,9 @@ struct FilterShared {
   float scratch[kBlockWarps];
   uint32_t scratch_counts[kBlockWarps];
   Best bests[kBlockWarps];
+  unsigned long long fixed;
   int listed, found;
+  uint32_t bound;
 };
 
 // A value that at least `wanted` slot maxima reach, so at least that many entries of the row: within unit * kReach / 2048
@@ -100,27 +108,33 @@ struct FilteredRow {
     RunningSum sum, raw_sum;
     float top_all = negative_infinity<float>();
     bool bad = false;
-    Raw8<T> next[2] = {load8(logits, first_group(threadIdx.x), columns, aligned),
-                       load8(logits, first_group(threadIdx.x) + 32, columns, aligned)};
-    for (int slot = threadIdx.x; slot < slot_count; slot += kBlock) {
-      float top = negative_infinity<float>();
-      const Raw8<T> now[2] = {next[0], next[1]};
-      if (slot + kBlock < slot_count) {
-        next[0] = load8(logits, first_group(slot + kBlock), columns, aligned);
-        next[1] = load8(logits, first_group(slot + kBlock) + 32, columns, aligned);
-      }
+    for (int s = threadIdx.x / 32; s < strips_of(columns); s += kBlockWarps) {
+      const int first = first_of(s);
+      Held<T> held;
+      held.load(logits, first, columns, aligned && (s + 1) * kStrip <= columns);
+      if (a.raw_logprobs) add(raw_sum, held, kLog2e);
+      float top[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float x[8];
-        unpack8(now[half], x);
-        bad |= bad8(x);
-        if (a.raw_logprobs) add(raw_sum, x, kLog2e);
-        modify8<kMods>(a, row.row, touched, first_group(slot) + 32 * half, x);
-        top = fmaxf(top, max8(x));
-        if (want_total) add(sum, x, per_unit);
+        const Raw8<T> pair[2] = {held.raw[2 * half], held.raw[2 * half + 1]};
+        top[half] = max_raw<true>(pair);
+        bad |= !(top[half] <= 3.4028234e38f);
       }
-      slots[slot] = top;
-      top_all = fmaxf(top_all, top);
+      if (kMods || (s + 1) * kStrip > a.limit) {
+        Held<float> changed;
+        change(held, first, changed);
+        if (want_total) add(sum, changed, per_unit);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const Raw8<float> pair[2] = {changed.raw[2 * half], changed.raw[2 * half + 1]};
+          top[half] = max_raw<false>(pair);
+        }
+      } else if (want_total) {
+        add(sum, held, per_unit);
+      }
+      slots[s * 64 + threadIdx.x % 32] = top[0];
+      slots[s * 64 + 32 + threadIdx.x % 32] = top[1];
+      top_all = fmaxf(top_all, fmaxf(top[0], top[1]));
     }
     x_max = block_max(top_all, sh.scratch);
     z_max = z_of(x_max);
@@ -132,10 +146,28 @@ struct FilteredRow {
     return !__syncthreads_or(bad) && x_max > negative_infinity<float>() && x_max <= 3.4028234e38f;
   }
 
-  static __device__ __forceinline__ void add(RunningSum& sum, const float (&x)[8], float unit) {
-    sum.raise(max8(x), unit);
+  static __device__ __forceinline__ int first_of(int s) {
+    return s * (kStrip / 8) + static_cast<int>(threadIdx.x % 32);
+  }
+
+  // Held logits as they are before the temperature, masks, bias and penalties applied.
+  __device__ __forceinline__ void change(const Held<T>& held, int first, Held<float>& out) const {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum.sum += exp2_fast(fmaf(x[i], unit, -sum.y_max));
+    for (int j = 0; j < kStripGroups; ++j) {
+      float x[8];
+      unpack8(held.raw[j], x);
+      modify8<kMods>(a, row.row, touched, first + 32 * j, x);
+      float* to = reinterpret_cast<float*>(&out.raw[j]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) to[i] = x[i];
+    }
+  }
+
+  template <typename U>
+  static __device__ __forceinline__ void add(RunningSum& sum, const Held<U>& held, float unit) {
+    sum.raise(max_raw<false>(held.raw), unit);
+    float s8[kStripGroups];
+    sum.sum += StripScan<T, kMods>::sum(held, unit, sum.y_max, s8);
   }
 
   __device__ __forceinline__ float whole(const RunningSum& sum, float y_max) const {
@@ -338,9 +370,25 @@ struct FilteredRow {
     return make_int2(first, min(last, kBins - 1));
   }
 
-  __device__ __forceinline__ Cut find_cut() {
+  // Two reads of the row where one number cuts it: min-p alone, or a nucleus too wide to list.
+  __device__ __forceinline__ void run() {
+    const bool min_p = row.min_p > 0.0f, top_p = row.top_p < 1.0f, alone = row.top_k == 0 && min_p != top_p;
+    Cut cut{min_p_floor(), columns};
+    bool use_slots = true;
+    if (!(alone && min_p)) {
+      cut = {negative_infinity<float>(), columns};
+      // kList masses of at most 1 do not reach what a flat row needs.
+      if ((alone && row.top_p * total > kList) || !narrow(cut)) {
+        if (alone && draw_nucleus()) return;
+        cut = slow_cut();
+        use_slots = !alone;  // the window's list lies where the slots were
+      }
+    }
+    draw(cut, use_slots);
+  }
+
+  __device__ __forceinline__ Cut slow_cut() {
     Cut cut{negative_infinity<float>(), columns};
-    if (narrow(cut)) return cut;
     cut = {min_p_floor(), columns};
     if (row.top_k > 0) {
       const Cut by_count = top_k_cut();
@@ -349,35 +397,241 @@ struct FilteredRow {
     return row.top_p < 1.0f ? top_p_cut(cut) : cut;
   }
 
-  // Draws among the kept ids and writes the row.
-  __device__ __forceinline__ void draw(Cut cut) {
-    const float y_max = x_max * per_unit, least_x = cut.z * row.temperature - 1e-6f * fabsf(cut.z * row.temperature);
-    Argmax argmax;
-    float sum = 0.0f;
-    argmax.rescale(y_max);
-    for (int slot = threadIdx.x; slot < slot_count; slot += kBlock) {
-      if (!__any_sync(kAll, slots[slot] >= least_x)) continue;
-      for (int half = 0; half < 2; ++half) {
-        const int group = first_group(slot) + 32 * half;
-        float x[8], p[8];
-        unpack8(load8(logits, group, columns, aligned), x);
-        modify8<kMods>(a, row.row, touched, group, x);
-        float top = negative_infinity<float>();
+  // What a pass of drawing keeps: x >= sure, or x >= least where keeps() says so.
+  struct Kept {
+    Cut cut;
+    float least, sure;
+  };
+
+  __device__ __forceinline__ Kept kept_by(Cut cut) const {
+    if (cut.z == negative_infinity<float>()) return {cut, cut.z, cut.z};  // all that is a candidate
+    const float x = cut.z * row.temperature, slack = 1e-6f * fabsf(x);
+    return {cut, x - slack, x + slack};
+  }
+
+  __device__ __forceinline__ bool keeps(const Kept& kept, float x, int id) const {
+    return x >= kept.sure || (x >= kept.least && kept.cut.keeps(z_of(x), id));
+  }
+
+  // Logits of a group that a pass may draw, -inf for the rest.
+  __device__ __forceinline__ void again(const Kept& kept, int group, float (&x)[8]) const {
+    unpack8(load8(logits, group, columns, aligned), x);
+    modify8<kMods>(a, row.row, touched, group, x);
+    drop(kept, group, x);
+  }
+
+  __device__ __forceinline__ void drop(const Kept& kept, int group, float (&x)[8]) const {
+    bool close = false;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          if (!(x[i] >= least_x && cut.keeps(z_of(x[i]), group * 8 + i))) x[i] = negative_infinity<float>();
-          p[i] = exp2_fast(fmaf(x[i], per_unit, -y_max));
-          sum += p[i];
-          top = fmaxf(top, p[i]);
-        }
-        argmax.consider(row, group, x, p, top, y_max);
-      }
+    for (int i = 0; i < 8; ++i) {
+      if (!(x[i] >= kept.least)) x[i] = negative_infinity<float>();
+      close |= x[i] < kept.sure && x[i] > negative_infinity<float>();
     }
-    const float whole_sum = block_sum(sum, sh.scratch);
-    const Best mine = warp_best(argmax.lane);
+    if (!close) return;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (!keeps(kept, x[i], group * 8 + i)) x[i] = negative_infinity<float>();
+    }
+  }
+
+  // One pass of noise over what `kept` keeps; returns the lane's sum of masses. Window: logits in [window, kept.least)
+  // go to wide[], as many as fit, and sh.listed counts them.
+  template <bool kWindow>
+  __device__ __forceinline__ float draw_pass(const Kept& kept, bool use_slots, float window, uint64_t* wide,
+                                             Argmax& argmax) {
+    const float y_max = x_max * per_unit, least = kWindow ? window : kept.least;
+    float sum = 0.0f;
+    for (int s = threadIdx.x / 32; s < strips_of(columns); s += kBlockWarps) {
+      const int lane = static_cast<int>(threadIdx.x % 32), first = first_of(s);
+      if (use_slots && !__any_sync(kAll, fmaxf(slots[s * 64 + lane], slots[s * 64 + 32 + lane]) >= least)) continue;
+      Held<T> held;
+      held.load(logits, first, columns, aligned && (s + 1) * kStrip <= columns);
+      float s8[kStripGroups];
+#pragma unroll
+      for (int j = 0; j < kStripGroups; ++j) {
+        float x[8];
+        unpack8(held.raw[j], x);
+        modify8<kMods>(a, row.row, touched, first + 32 * j, x);
+        if (kWindow) push_window(x, first + 32 * j, window, kept.least, wide);
+        drop(kept, first + 32 * j, x);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = exp2_fast(fmaf(x[i], per_unit, -y_max));
+        s8[j] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+      }
+      sum += (s8[0] + s8[1]) + (s8[2] + s8[3]);
+      const float before = argmax.bound;
+      argmax.bound = fmaxf(before, bound_of(*const_cast<volatile uint32_t*>(&sh.bound)));
+      argmax.template strip<kStripGroups>(row, first, s8, per_unit, y_max,
+                                          [&](int g, float(&x)[8]) { again(kept, g, x); });
+      if (lane == 0 && argmax.bound > before) atomicMax(&sh.bound, ordered_key(argmax.bound));
+    }
+    return sum;
+  }
+
+  // Logits of a group in [low, high) join the list, one atomic a warp.
+  __device__ __forceinline__ void push_window(const float (&x)[8], int group, float low, float high, uint64_t* wide) {
+    uint32_t mine = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) mine |= (x[i] >= low && x[i] < high && x[i] > negative_infinity<float>()) ? 1u << i : 0u;
+    if (!__any_sync(kAll, mine != 0)) return;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    int upto = __popc(mine);
+#pragma unroll
+    for (int offset = 1; offset < 32; offset <<= 1) {
+      const int below = __shfl_up_sync(kAll, upto, offset);
+      if (lane >= offset) upto += below;
+    }
+    int base = 0;
+    if (lane == 31) base = atomicAdd(&sh.listed, upto);
+    int at = __shfl_sync(kAll, base, 31) + upto - __popc(mine);
+    while (mine) {
+      const int i = __ffs(static_cast<int>(mine)) - 1;
+      mine &= mine - 1;
+      if (at < kWide) wide[at] = pack_entry(z_of(pick8(x, i)), group * 8 + i);
+      ++at;
+    }
+  }
+
+  __device__ __forceinline__ void start_pass() {
+    __syncthreads();
+    if (threadIdx.x == 0) sh.bound = 0, sh.listed = 0, sh.fixed = 0;
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void finish(const Argmax& argmax, Cut cut, float whole_sum) {
+    const Best mine = warp_best(argmax.best(row));
     if (threadIdx.x % 32 == 0) sh.bests[threadIdx.x / 32] = mine;
     __syncthreads();
-    if (threadIdx.x == 0) write(cut, make_float2(y_max, whole_sum));
+    if (threadIdx.x == 0) write(cut, make_float2(x_max * per_unit, whole_sum));
+  }
+
+  // Draws among the kept ids and writes the row.
+  __device__ __forceinline__ void draw(Cut cut, bool use_slots) {
+    Argmax argmax;
+    start_pass();
+    const float sum = draw_pass<false>(kept_by(cut), use_slots, 0.0f, nullptr, argmax);
+    finish(argmax, cut, block_sum(sum, sh.scratch));
+  }
+
+  // ----------------------------------------------------------------------------- a wide nucleus, top-p alone
+  // A sample of one logit in 16 says where the cut lies, to five standard deviations; one pass then draws what is
+  // surely kept and lists the few thousand logits in between, among which the exact cut is found. Two reads of the row
+  // in all. False where the sample misled or the list overflowed: then the slow way decides.
+  __device__ __forceinline__ bool draw_nucleus() {
+    const float need = row.top_p * total;
+    const float2 window = place_window(total - need);
+    uint64_t* wide = reinterpret_cast<uint64_t*>(slots);
+    const Kept surely{{from_key(0xffffffffu), 0}, window.x, window.x};
+    Argmax argmax;
+    start_pass();
+    const float sum = block_sum(draw_pass<true>(surely, false, window.y, wide, argmax), sh.scratch);
+    const int listed = sh.listed;
+    Cut cut{0.0f, 0};
+    if (listed == 0 || listed > kWide || !(sum < need)) return false;
+    const float high = z_of(window.x), low = fmaxf(z_of(window.y), z_max - kFar);
+    if (!window_cut(wide, listed, high, low, sum, need, cut)) return false;
+    const float y_max = x_max * per_unit, most = fmaxf(argmax.scale(y_max), 0.0f);
+    unsigned long long fixed = 0;
+    for (int i = threadIdx.x; i < listed; i += kBlock) {
+      const float z = entry_score(wide[i]);
+      const int id = entry_id(wide[i]);
+      if (!cut.keeps(z, id)) continue;
+      const float p = mass(z);
+      fixed += to_fixed(p);
+      const uint32_t word = row.word(id);
+      if (static_cast<float>(word) <= p * most * 1.0001f && p > 0.0f) {
+        argmax.offer(row, modified_at(a, row.row, *touched, kMods, id, widen(logits[id])), word, id);
+      }
+    }
+    finish(argmax, cut, sum + block_fixed(fixed));
+    return true;
+  }
+
+  // Sums whose order is not fixed are taken in units of 2^-40: integers add up to the same in any order.
+  static __device__ __forceinline__ unsigned long long to_fixed(float p) {
+    return static_cast<unsigned long long>(p * 0x1p40f);
+  }
+
+  __device__ __forceinline__ float block_fixed(unsigned long long mine) {
+    __syncthreads();
+    if (threadIdx.x == 0) sh.fixed = 0;
+    __syncthreads();
+    if (mine) atomicAdd(&sh.fixed, mine);
+    __syncthreads();
+    return static_cast<float>(static_cast<double>(sh.fixed) * 0x1p-40);
+  }
+
+  // Logits x >= .x are kept, x < .y dropped, unless the sample misleads. tail: the mass to drop.
+  __device__ __forceinline__ float2 place_window(float tail) {
+    const float per_x = (kBins - 1) / (kFar * row.temperature);
+    __syncthreads();
+    for (int i = threadIdx.x; i < kBins; i += kBlock) sh.counts[i] = 0;
+    __syncthreads();
+    const int groups = (columns + 7) / 8;
+    for (int g = threadIdx.x * kSampled + threadIdx.x % kSampled; g < groups; g += kBlock * kSampled) {
+      float x[8];
+      unpack8(load8(logits, g, columns, aligned), x);
+      modify8<kMods>(a, row.row, touched, g, x);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (x[i] > negative_infinity<float>()) {
+          atomicAdd(&sh.counts[static_cast<int>(fminf((x_max - x[i]) * per_x, kBins - 1.0f))], 1u);
+        }
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kBins; i += kBlock) {
+      const float count = static_cast<float>(sh.counts[i]), each = kSampled * exp2_fast(-(i + 0.5f) / per_x * per_unit);
+      sh.masses[i] = count * each;  // counts' own place: read before
+      sh.more_masses[i] = count * each * each;
+    }
+    block_scan(sh.masses, sh.scratch);
+    block_scan(sh.more_masses, sh.scratch);
+    // below[i]: mass and variance of the bins from i on. The window: from the last bin that surely has more than the
+    // tail below it to the first that surely has less.
+    int first = 0, last = kBins - 1;
+    for (int i = threadIdx.x; i < kBins; i += kBlock) {
+      const float below = sh.masses[kBins - 1] - (i ? sh.masses[i - 1] : 0.0f);
+      const float spread = 5.0f * sqrtf(fmaxf(sh.more_masses[kBins - 1] - (i ? sh.more_masses[i - 1] : 0.0f), 0.0f));
+      if (below - spread >= tail) first = max(first, i);
+      if (below + spread < tail) last = min(last, i);
+    }
+    first = static_cast<int>(block_max(static_cast<float>(first), sh.scratch)) - 1;
+    last = -static_cast<int>(block_max(static_cast<float>(-last), sh.scratch)) + 1;
+    const float bottom = last >= kBins - 1 ? negative_infinity<float>() : x_max - last / per_x;
+    return make_float2(x_max - first / per_x, bottom);
+  }
+
+  // The cut among the listed entries, z in [low, high], `above` being the mass above them. False when it lies at the
+  // window's edge, where equal z may stand outside, or too many are equal.
+  __device__ __forceinline__ bool window_cut(const uint64_t* wide, int listed, float high, float low, float above,
+                                             float need, Cut& cut) {
+    const float per_z = (kBins - 1) / (high - low);
+    const auto bin_of = [&](float z) { return static_cast<int>(fminf(fmaxf((high - z) * per_z, 0.0f), kBins - 1.0f)); };
+    __syncthreads();
+    for (int i = threadIdx.x; i < kBins; i += kBlock) sh.counts[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < listed; i += kBlock) atomicAdd(&sh.counts[bin_of(entry_score(wide[i]))], 1u);
+    const int2 range = nucleus_bins(high, per_z, above, need);
+    if (range.x < 1 || range.x >= kBins || range.y >= kBins - 1) return false;
+    if (threadIdx.x == 0) sh.listed = 0;
+    __syncthreads();
+    unsigned long long fixed = 0;
+    for (int i = threadIdx.x; i < listed; i += kBlock) {
+      const float z = entry_score(wide[i]);
+      const int bin = bin_of(z);
+      if (bin < range.x) fixed += to_fixed(mass(z));
+      if (bin >= range.x && bin <= range.y) push(z, entry_id(wide[i]));
+    }
+    const float start = above + block_fixed(fixed);
+    const int few = sh.listed;
+    if (few == 0 || few > kList) return false;
+    block_sort(sh.list, few);
+    sum_list(few);
+    const int last = block_first(sh.masses, few, start, need, &sh.found);
+    if (last >= few) return false;
+    cut = {entry_score(sh.list[last]), entry_id(sh.list[last])};
+    return true;
   }
 
   __device__ __forceinline__ void write(Cut cut, float2 sum) {
@@ -406,7 +660,7 @@ struct FilteredRow {
 };
 
 template <typename T, bool kMods>
-__global__ void __launch_bounds__(kBlock, 2) sample_filtered(const SampleArgs a) {
+__global__ void __launch_bounds__(kBlock, 2) sample_filtered(const __grid_constant__ SampleArgs a) {
   extern __shared__ float slots[];
   __shared__ FilterShared shared;
   __shared__ Touched touched;
@@ -423,7 +677,7 @@ __global__ void __launch_bounds__(kBlock, 2) sample_filtered(const SampleArgs a)
     state.fail();
     return;
   }
-  state.draw(state.find_cut());
+  state.run();
 }
 
 }  // namespace tlt::cuda

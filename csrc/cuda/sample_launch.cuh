@@ -4,14 +4,26 @@
 
 namespace tlt::cuda {
 
+// Blocks a row: the fewest rounds of strips a warp, waves of blocks counted whole, with one round's worth of setup each.
+inline int splits_of(const SampleArgs& a) {
+  const int slots = kRowBlocks * a.processors, strips = strips_of(a.vocab);
+  int best = 1;
+  int64_t least = 0;
+  for (int splits = 1; splits <= kMaxSplits; ++splits) {
+    const int64_t waves = (static_cast<int64_t>(a.rows) * splits + slots - 1) / slots;
+    const int64_t rounds = waves * ((strips + splits * kRowWarps - 1) / (splits * kRowWarps) + 1);
+    if (splits == 1 || rounds < least) best = splits, least = rounds;
+  }
+  return best;
+}
+
 template <typename T, bool kMods>
 void launch_rows(const SampleArgs& a, cudaStream_t stream) {
-  const int most = min(kMaxSplits, (strips_of(a.vocab) + kRowWarps - 1) / kRowWarps);
-  const int splits = max(1, min(most, 4 * a.processors / a.rows));  // 4 blocks fit on a multiprocessor
+  const int splits = splits_of(a);
   sample_rows<T, kMods><<<dim3(splits, a.rows), kRowThreads, 0, stream>>>(a, row_workspace(a.workspace, a.rows));
   check_launch("sample_rows");
   if (!a.top_k && !a.top_p && !a.min_p) return;
-  const int bytes = slots_of(a.vocab) * static_cast<int>(sizeof(float));
+  const int bytes = filter_bytes(a.vocab);
   check(cudaFuncSetAttribute(sample_filtered<T, kMods>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "sample_filtered: shared memory");
   sample_filtered<T, kMods><<<a.rows, kBlock, bytes, stream>>>(a);

@@ -8,9 +8,11 @@
 
 namespace tlt::cuda {
 
-constexpr int kStrip = 2048;  // 8 steps of 32 lanes x 8 logits: 75 strips for a vocabulary of 151,936
+constexpr int kStripGroups = 4;                // groups of 8 logits a lane holds at once, all loaded together
+constexpr int kStrip = 256 * kStripGroups;     // 149 strips for a vocabulary of 151,936
 constexpr int kRowThreads = 256;
 constexpr int kRowWarps = kRowThreads / 32;
+constexpr int kRowBlocks = 3;   // a multiprocessor holds: 80 registers a thread
 constexpr int kMaxSplits = 32;  // blocks a row at most
 
 inline __host__ __device__ int strips_of(int vocab) { return (vocab + kStrip - 1) / kStrip; }
@@ -30,56 +32,132 @@ inline RowWorkspace row_workspace(void* workspace, int rows) {
   return {best, reinterpret_cast<StripSum*>(best + static_cast<int64_t>(rows) * kMaxSplits)};
 }
 
+// A lane's part of a strip: groups first + 32 j of 8 logits.
+template <typename T>
+struct Held {
+  Raw8<T> raw[kStripGroups];
+
+  // Whole strips of aligned rows are 16-byte loads without a condition; anything else is -inf beyond `n`.
+  __device__ __forceinline__ void load(const T* logits, int first, int n, bool whole) {
+    if (whole) {
+      const uint4* source = reinterpret_cast<const uint4*>(logits + first * 8);
+      constexpr int kQuads = static_cast<int>(sizeof(T) / 2);
+#pragma unroll
+      for (int j = 0; j < kStripGroups; ++j) {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) raw[j].q[i] = __ldg(source + 32 * kQuads * j + i);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kStripGroups; ++j) raw[j] = load8(logits, first + 32 * j, n, false);
+    }
+  }
+};
+
 template <typename T, bool kMods>
 struct StripScan {
+  using H = std::conditional_t<kMods, float, T>;  // what is held: changed logits no longer fit their type
   const SampleArgs& a;
   const Row& row;
   const Touched* touched;
   const T* logits;
   bool aligned;
-  bool want_raw;
   float per_unit;  // log2(e) / temperature
 
-  __device__ __forceinline__ void group(int g, const Raw8<T>& raw, RunningSum& sum, RunningSum& raw_sum,
-                                        Argmax& argmax) const {
-    float x[8], p[8];
-    unpack8(raw, x);
-    if (want_raw) {
-      raw_sum.raise(max8(x), kLog2e);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) raw_sum.sum += exp2_fast(fmaf(x[i], kLog2e, -raw_sum.y_max));
-    }
-    // Elsewhere NaN and +inf reach the sum by themselves.
-    if ((kMods || g * 8 + 8 > a.limit) && bad8(x)) sum.sum = __uint_as_float(0x7fc00000u);
-    modify8<kMods>(a, row.row, touched, g, x);
-    const float top = max8(x);
-    if (sum.raise(top, per_unit)) argmax.rescale(sum.y_max);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      p[i] = exp2_fast(fmaf(x[i], per_unit, -sum.y_max));
-      sum.sum += p[i];
-    }
-    if (row.greedy) {
-      argmax.consider_greedy(g, x, top);
-    } else {
-      argmax.consider(row, g, x, p, exp2_fast(fmaf(top, per_unit, -sum.y_max)), sum.y_max);
-    }
+  // Processed logits of one group, read again: few are.
+  __device__ __forceinline__ void again(int group, float (&x)[8]) const {
+    unpack8(load8(logits, group, a.vocab, aligned), x);
+    modify8<kMods>(a, row.row, touched, group, x);
   }
 
-  // Two loads are in flight while a third is worked on: 48 bytes a lane hide the latency of HBM at 50 % occupancy.
-  __device__ __forceinline__ StripSum strip(int s, Argmax& argmax) const {
-    constexpr int kSteps = kStrip / 256;
-    const int first = s * (kStrip / 8) + static_cast<int>(threadIdx.x % 32);
-    RunningSum sum, raw_sum;
-    Raw8<T> next = load8(logits, first, a.vocab, aligned), after = load8(logits, first + 32, a.vocab, aligned);
-#pragma unroll 1  // eight copies of the body would not fit the instruction cache
-    for (int step = 0; step < kSteps; ++step) {
-      const Raw8<T> raw = next;
-      next = after;
-      if (step + 2 < kSteps) after = load8(logits, first + (step + 2) * 32, a.vocab, aligned);
-      group(first + step * 32, raw, sum, raw_sum, argmax);
+  // Sum of 2^(y - y_max) over the lane's logits, and over each group.
+  template <typename U>
+  static __device__ __forceinline__ float sum(const Held<U>& held, float unit, float y_max, float (&s8)[kStripGroups]) {
+#pragma unroll
+    for (int j = 0; j < kStripGroups; ++j) {
+      float x[8];
+      unpack8(held.raw[j], x);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = exp2_fast(fmaf(x[i], unit, -y_max));
+      s8[j] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
     }
-    return {sum.y_max, warp_sum(sum.sum), raw_sum.y_max, want_raw ? warp_sum(raw_sum.sum) : 0.0f};
+    return (s8[0] + s8[1]) + (s8[2] + s8[3]);
+  }
+
+  static __device__ __forceinline__ float y_of_max(float top, float unit) { return fmaxf(top * unit, -1e37f); }
+
+  // The lane's logits, processed. True when one is NaN or +inf, where that would not reach the sum by itself.
+  __device__ __forceinline__ bool load(int s, int first, Held<H>& held, StripSum& sums) const {
+    Held<T> raw;
+    raw.load(logits, first, a.vocab, aligned && (s + 1) * kStrip <= a.limit);
+    if (a.raw_logprobs) {
+      float s8[kStripGroups];
+      sums.raw_max = y_of_max(warp_max(max_raw<false>(raw.raw)), kLog2e);
+      sums.raw_sum = warp_sum(sum(raw, kLog2e, sums.raw_max, s8));
+    }
+    bool bad = false;
+    if constexpr (kMods) {
+#pragma unroll
+      for (int j = 0; j < kStripGroups; ++j) {
+        float x[8];
+        unpack8(raw.raw[j], x);
+        bad |= bad8(x);
+        modify8<true>(a, row.row, touched, first + 32 * j, x);
+        float* to = reinterpret_cast<float*>(&held.raw[j]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) to[i] = x[i];
+      }
+    } else {
+      held = raw;
+      if ((s + 1) * kStrip > a.limit) {
+#pragma unroll
+        for (int j = 0; j < kStripGroups; ++j) {
+          float x[8];
+          unpack8(raw.raw[j], x);
+          bad |= bad8(x);
+          T* to = reinterpret_cast<T*>(&held.raw[j]);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            if ((first + 32 * j) * 8 + i >= a.limit) to[i] = negative_infinity<T>();
+          }
+        }
+      }
+    }
+    return bad;
+  }
+
+  // Greedy: the logit is the score. Strips come in ascending order, so only a larger maximum changes the best.
+  __device__ __forceinline__ void greedy(const Held<H>& held, int first, float top, Argmax& argmax) const {
+    if (!(top > argmax.bound)) return;
+    uint32_t lowest = 0x7fffffff;
+#pragma unroll
+    for (int j = kStripGroups - 1; j >= 0; --j) {
+      float x[8];
+      unpack8(held.raw[j], x);
+#pragma unroll
+      for (int i = 7; i >= 0; --i) lowest = x[i] == top ? (first + 32 * j) * 8 + i : lowest;
+    }
+    argmax.bound = top;
+    argmax.x = top, argmax.id = static_cast<int32_t>(__reduce_min_sync(kAll, lowest));
+  }
+
+  __device__ __forceinline__ StripSum strip(int s, Argmax& argmax) const {
+    const int first = s * (kStrip / 8) + static_cast<int>(threadIdx.x % 32);
+    StripSum sums{0.0f, 0.0f, 0.0f, 0.0f};
+    Held<H> held;
+    const bool bad = load(s, first, held, sums);
+    const float top = warp_max(max_raw<false>(held.raw));
+    sums.y_max = y_of_max(top, per_unit);
+    float s8[kStripGroups];
+    const float lane_sum = sum(held, per_unit, sums.y_max, s8);
+    sums.sum = warp_sum(bad ? __uint_as_float(0x7fc00000u) : lane_sum);
+    if (top == negative_infinity<float>()) return sums;
+    if (row.greedy) {
+      greedy(held, first, top, argmax);
+    } else {
+      argmax.strip<kStripGroups>(row, first, s8, per_unit, sums.y_max, [&](int g, float(&x)[8]) { again(g, x); });
+    }
+    return sums;
   }
 };
 
@@ -136,7 +214,7 @@ __device__ __forceinline__ void finish_row(const SampleArgs& a, const Row& row, 
     token = a.forced[r];
     x = widen(logits[token]);
     if constexpr (kMods) {
-      x = modified(a, r, *touched, static_cast<int>(token), x);
+      x = modified_called(a, r, *touched, static_cast<int>(token), x);
     } else if (token >= a.limit) {
       x = negative_infinity<float>();
     }
@@ -146,8 +224,12 @@ __device__ __forceinline__ void finish_row(const SampleArgs& a, const Row& row, 
   write_raw(a, r, logits, token, raw);
 }
 
+__device__ __forceinline__ float bound_of(uint32_t key) {
+  return key == 0 ? negative_infinity<float>() : from_key(key);
+}
+
 template <typename T, bool kMods>
-__global__ void __launch_bounds__(kRowThreads, 4) sample_rows(const SampleArgs a, const RowWorkspace w) {
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks) sample_rows(const __grid_constant__ SampleArgs a, const RowWorkspace w) {
   const int r = blockIdx.y, splits = gridDim.x;
   const Row row = load_row(a, r);
   if (row.filtered()) return;  // sample_filtered draws it
@@ -159,14 +241,20 @@ __global__ void __launch_bounds__(kRowThreads, 4) sample_rows(const SampleArgs a
   const T* logits = static_cast<const T*>(a.logits) + r * a.row_stride;
   const float per_unit = row.greedy ? kLog2e : kLog2e / row.temperature;
   const bool aligned = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
-  const StripScan<T, kMods> scan{a, row, &touched, logits, aligned, a.raw_logprobs != nullptr, per_unit};
+  const StripScan<T, kMods> scan{a, row, &touched, logits, aligned, per_unit};
   const int warp = threadIdx.x / 32, strips = strips_of(a.vocab), stride = splits * kRowWarps;
+  // The bound is shared by all warps of the row, through memory that nothing but speed depends on.
+  uint32_t* const shared_bound = a.arrived + a.rows + r;
   Argmax argmax;
   for (int s = warp * splits + blockIdx.x; s < strips; s += stride) {
+    const float before = argmax.bound;
+    if (!row.greedy) argmax.bound = fmaxf(argmax.bound, bound_of(__ldcg(shared_bound)));
     const StripSum sum = scan.strip(s, argmax);
-    if (threadIdx.x % 32 == 0) w.strips[static_cast<int64_t>(r) * strips_of(a.vocab) + s] = sum;
+    if (threadIdx.x % 32 != 0) continue;
+    w.strips[static_cast<int64_t>(r) * strips + s] = sum;
+    if (!row.greedy && argmax.bound > before) atomicMax(shared_bound, ordered_key(argmax.bound));
   }
-  const Best mine = warp_best(argmax.lane);
+  Best mine = row.greedy ? Best{argmax.bound, argmax.id, argmax.x, 0.0f} : warp_best(argmax.best(row));
   if (threadIdx.x % 32 == 0) warp_bests[warp] = mine;
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -180,7 +268,7 @@ __global__ void __launch_bounds__(kRowThreads, 4) sample_rows(const SampleArgs a
   __syncthreads();
   if (threadIdx.x == 0) {
     last = atomicAdd(a.arrived + r, 1u) == static_cast<unsigned>(splits) - 1u;
-    if (last) a.arrived[r] = 0;  // ready for the next call, a graph's replay included
+    if (last) a.arrived[r] = 0, *shared_bound = 0;  // ready for the next call, a graph's replay included
   }
   __syncthreads();
   if (last && warp == 0) {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tlt_kernels.backend import current_stream, extension
-from tlt_kernels.params import NoiseIds, PackedTrees, RowParams, SampleResult, Walk
+from tlt_kernels.params import DraftTop, NoiseIds, PackedTrees, RowParams, SampleResult, Walk
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # csrc/cuda/sample.h, Dtype
 MAX_NODES = 128
@@ -21,7 +21,7 @@ MAX_VOCAB = 700_000  # 4 bytes of shared memory for every 16 logits, 46 KB besid
 PARAMS = (
     "temperature", "top_k", "top_p", "min_p", "allowed_row", "allowed_bits", "bias_row", "bias_indptr", "bias_ids",
     "bias_values", "repetition", "presence", "frequency", "history_row", "history_indptr", "history_ids",
-    "history_prompt", "parent_row", "node_tokens",
+    "history_prompt", "parent_row", "node_tokens", "branch_tokens",
 )  # the order of csrc/bindings/cuda_sample.cpp
 
 
@@ -90,7 +90,7 @@ def sample(
     """tlt_kernels.sample on the device. logits [R, V] with unit stride within a row, any stride between rows.
 
     out: where the results go, contiguous; its raw_logprobs decides in place of want_raw. Beside the results:
-    4 bytes a row, under 2 KB a row of sums, and with penalties 4 bytes times V a history.
+    8 bytes a row, under 3 KB a row of sums, and with penalties 4 bytes times V a history.
     Raises ValueError for a vocabulary over MAX_VOCAB.
     """
     rows, vocab = logits.shape
@@ -100,57 +100,59 @@ def sample(
         logprobs = torch.empty(rows, dtype=torch.float32, device=device)
         raw = torch.empty_like(logprobs) if want_raw else None
         out = SampleResult(torch.empty(rows, dtype=torch.int64, device=device), logprobs, raw)
-    penalised = any(t is not None for t in (params.repetition, params.presence, params.frequency))
-    histories = 0
-    if penalised and params.history_indptr is not None:
-        histories = len(params.history_indptr) - 1
     held = scratch or _scratch_of(device)
-    arrived = held.get("arrived", 4 * rows, device)
-    counts = held.get("counts", 4 * histories * vocab, device)
+    arrived = held.get("arrived", 8 * rows, device)
     workspace = held.get("sample", extension().cuda_sample_workspace(rows, vocab), device)
-    addresses = [
-        logits.data_ptr(), *(getattr(ids, f.name).data_ptr() for f in fields(ids)),
-        *(_address(getattr(params, name)) for name in PARAMS),
-        counts.data_ptr(), _address(forced), out.tokens.data_ptr(), out.logprobs.data_ptr(),
-        _address(out.raw_logprobs), arrived.data_ptr(), workspace.data_ptr(),
+    addresses, sizes = _rows(logits, ids, params, vocab, held)
+    addresses += [
+        _address(forced), out.tokens.data_ptr(), out.logprobs.data_ptr(), _address(out.raw_logprobs),
+        arrived.data_ptr(), workspace.data_ptr(),
     ]
-    words = 0 if params.allowed_bits is None else params.allowed_bits.shape[1]
     extension().cuda_sample(
         addresses, DTYPES[logits.dtype], logits.stride(0), rows, vocab, vocab if vocab_limit is None else vocab_limit,
-        words, histories, _processor_count(device), stream=current_stream(device),
+        *sizes, _processor_count(device), stream=current_stream(device),
     )
     return out
 
 
-@dataclass(frozen=True)
-class DraftTop:
-    """The best k of each row, best first. tokens int64 [R, k]: target ids, -1 where no id is left. scores fp32 [R, k]:
-    log softmax(logits / T) + g, with g the target's noise; logprobs fp32 [R, k] without g."""
+def _rows(
+    logits: Tensor, ids: NoiseIds, params: RowParams, vocab: int, held: _Scratch
+) -> tuple[list[int], tuple[int, int, int]]:
+    """The 26 addresses that rows of either op have, and their sizes: words of a mask, width of branches, histories.
+    vocab: target ids."""
+    penalised = any(t is not None for t in (params.repetition, params.presence, params.frequency))
+    histories = 0
+    if penalised and params.history_indptr is not None:
+        histories = len(params.history_indptr) - 1
+    counts = held.get("counts", 4 * histories * vocab, logits.device)
+    addresses = [
+        logits.data_ptr(), *(getattr(ids, f.name).data_ptr() for f in fields(ids)),
+        *(_address(getattr(params, name)) for name in PARAMS), counts.data_ptr(),
+    ]
+    words = 0 if params.allowed_bits is None else params.allowed_bits.shape[1]
+    width = 0 if params.branch_tokens is None else params.branch_tokens.shape[1]
+    return addresses, (words, width, histories)
 
-    tokens: Tensor
-    scores: Tensor
-    logprobs: Tensor
 
-
-def noisy_top_k(logits: Tensor, ids: NoiseIds, temperature: Tensor, k: int, d2t: Tensor | None = None) -> DraftTop:
-    """Top-k of log q / T + g over a draft vocabulary (DESIGN section 3, "The drafter may look at the same noise").
-
-    logits [R, V], unit stride within a row. temperature fp32 [R]: below 1e-5 no noise. d2t int64 [V]: draft id i stands
-    for target id i + d2t[i]; None = the same ids. ids: the identity of the child to draw. Ties go to the lower draft
-    id. A row with NaN or +inf gives -1 throughout. Raises ValueError for k or a vocabulary out of range.
-    """
-    rows, vocab = logits.shape
-    refuse_wide_vocab(vocab)
-    if not 1 <= k <= 1024:
-        raise ValueError(f"k: expected an int in [1, 1024], got {k}; a draft tree has at most {MAX_NODES} nodes")
-    tokens = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
-    scores, logprobs = (torch.empty(rows, k, dtype=torch.float32, device=logits.device) for _ in range(2))
+def noisy_top_k(
+    logits: Tensor, ids: NoiseIds, params: RowParams, k: int, *, d2t: Tensor | None = None,
+    target_vocab: int | None = None, vocab_limit: int | None = None, noise: bool = True,
+) -> DraftTop:
+    """tlt_kernels.noisy_top_k on the device. logits [R, C], unit stride within a row, any stride between rows.
+    Raises ValueError for more than MAX_VOCAB columns."""
+    rows, columns = logits.shape
+    refuse_wide_vocab(columns)
+    vocab, device = target_vocab or columns, logits.device
+    tokens, draft_ids = (torch.empty(rows, k, dtype=torch.int64, device=device) for _ in range(2))
+    scores, logprobs = (torch.empty(rows, k, dtype=torch.float32, device=device) for _ in range(2))
+    addresses, sizes = _rows(logits, ids, params, vocab, _scratch_of(device))
+    addresses += [_address(d2t), *(t.data_ptr() for t in (tokens, draft_ids, scores, logprobs))]
     extension().cuda_noisy_top_k(
-        logits.data_ptr(), DTYPES[logits.dtype], logits.stride(0), rows, vocab, k,
-        *(getattr(ids, f.name).data_ptr() for f in fields(ids)), temperature.data_ptr(), _address(d2t),
-        tokens.data_ptr(), scores.data_ptr(), logprobs.data_ptr(), stream=current_stream(logits.device),
+        addresses, DTYPES[logits.dtype], logits.stride(0), rows, columns, vocab,
+        vocab if vocab_limit is None else vocab_limit, *sizes, d2t is not None and d2t.dtype == torch.int64, k, noise,
+        stream=current_stream(device),
     )
-    return DraftTop(tokens, scores, logprobs)
+    return DraftTop(tokens, draft_ids, scores, logprobs)
 
 
 def pack_trees(tokens: Tensor, parents: Tensor, node_indptr: Tensor) -> PackedTrees:

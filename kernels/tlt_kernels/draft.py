@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tlt_kernels import cuda
 from tlt_kernels.backend import BackendName, choose, extension, threads
 from tlt_kernels.checks import check, check_range
 from tlt_kernels.noise import addresses, check_ids, check_vocab
@@ -80,11 +81,15 @@ def noisy_top_k(
     check_params(params, rows, vocab, logits.device)
     check_ids(ids, rows)
     check("ids.keys", ids.keys, device=logits.device)
-    picked = choose("noisy_top_k", backend, logits.device, cuda=("reference",))
+    picked = choose("noisy_top_k", backend, logits.device, cuda=("cuda", "reference"))
     if picked == "reference":
         targets = torch.arange(columns, device=logits.device) + (0 if d2t is None else d2t)
         g = reference_noise.gumbel_noise(ids, vocab) if noise else None
         return reference.noisy_top_k(logits, g, params, k, targets, vocab, limit)
+    if picked == "cuda":
+        return cuda.noisy_top_k(
+            logits, ids, params, k, d2t=d2t, target_vocab=vocab, vocab_limit=limit, noise=noise
+        )
     tokens, draft_ids = (torch.empty(rows, k, dtype=torch.int64) for _ in range(2))
     scores, logprobs = (torch.empty(rows, k) for _ in range(2))
     extension().noisy_top_k(

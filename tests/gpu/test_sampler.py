@@ -143,6 +143,36 @@ def test_filters(dtype: torch.dtype, filters: dict[str, list[float]], scale: flo
         check_op(logits, ids, filtered(rows, filters), want_raw=vocab == 9001)
 
 
+@pytest.mark.parametrize("scale", [0.3, 1.0, 2.0, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_nuclei_and_loose_min_p_alone(scale: float, dtype: torch.dtype) -> None:
+    """Rows that one number cuts, where neither list nor slots help: two reads of the row decide."""
+    rows = 24
+    shares = cycle([0.95, 0.5, 0.999, 0.1, 0.05, 0.9999], rows)
+    for vocab in (5003, 151936):
+        logits, ids = random_logits(rows, vocab, dtype, scale), identities(rows, seed=vocab)
+        logits[3, vocab // 3 :] = -torch.inf
+        logits[4] = 0.0
+        logits[5, 77] = 30.0
+        plain = RowParams(cycle([1.0, 0.7, 1.5], rows))
+        check_op(logits, ids, replace(plain, top_p=shares), want_raw=True)
+        check_op(logits, ids, replace(plain, top_p=shares), vocab_limit=vocab - 77)
+        check_op(logits, ids, replace(plain, min_p=1 - shares))
+        narrow = replace(plain, top_p=shares * 0.97)
+        with pytest.raises(AssertionError, match="row"):
+            check_equal(on_gpu(logits, ids, narrow), logits, ids, replace(plain, top_p=shares))
+
+
+def test_noise_decides_among_huge_and_equal_logits() -> None:
+    """Scores too close for fast logs: logits that dwarf the noise, and one score for all."""
+    rows, vocab = 12, 9001
+    logits = random_logits(rows, vocab, torch.float32, 1.0)
+    logits[:6] = (logits[:6] * 4).round() * 2.0**20
+    logits[6:9] = -3.0e6
+    for temperature in (1.0, 1e-2, 50.0):
+        check_op(logits, identities(rows), RowParams.plain(rows, temperature))
+
+
 @pytest.mark.parametrize("filters", [NARROW, WIDE], ids=["narrow", "wide"])
 def test_ties_keep_the_lower_ids(filters: dict[str, list[float]]) -> None:
     rows, vocab = 12, 9000

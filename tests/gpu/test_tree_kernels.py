@@ -9,8 +9,7 @@ import pytest
 import torch
 from tlt_kernels import cuda
 from tlt_kernels.kv import commit_kv, copy_pages
-from tlt_kernels.noise import gumbel_noise
-from tlt_kernels.params import NoiseIds, PackedTrees, Walk
+from tlt_kernels.params import PackedTrees, Walk
 from tlt_kernels.tree import pack_trees, tree_from_candidates, verify_tree
 from torch import Tensor
 
@@ -138,39 +137,3 @@ def test_gather_accepted() -> None:
         for d in range(3):
             want = rows[first + path[d]] if d < len(path) else torch.zeros_like(rows[0])
             assert torch.equal(out[b, d], want)
-
-
-@pytest.mark.parametrize("vocab,k,reduced", [(32000, 8, True), (32000, 64, False), (151936, 4, False), (9, 16, False)])
-def test_noisy_top_k(vocab: int, k: int, reduced: bool) -> None:
-    rng = torch.Generator().manual_seed(vocab)
-    rows = 10
-    temperature = torch.tensor([1.0, 0.0, 0.6, 2.0, 0.1] * 2)
-    ids = NoiseIds(*(torch.randint(0, high, (rows,), generator=rng) for high in (2**62, 4000, 8, 2)))
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = (torch.randn(rows, vocab, generator=rng) * 3).to(dtype)
-        logits[3] = 0.0  # equal logits everywhere
-        logits[1] = 0.0  # and no noise: k of thousands of ties
-        logits[4, 2:] = -torch.inf
-        logits[5, 1] = torch.nan
-        targets = torch.randperm(4 * vocab, generator=rng)[:vocab].sort().values if reduced else torch.arange(vocab)
-        noise = gumbel_noise(ids, 4 * vocab if reduced else vocab, backend="cpp")[:, targets]
-        z = logits.float() / torch.where(temperature < 1e-5, 1.0, temperature)[:, None]
-        scores = torch.where(temperature[:, None] < 1e-5, z, z + noise)
-        got = cuda.noisy_top_k(
-            logits.cuda(), NoiseIds(*(getattr(ids, n).cuda() for n in ("keys", "positions", "samples", "segments"))),
-            temperature.cuda(), k, (targets - torch.arange(vocab)).cuda() if reduced else None,
-        )
-        logprobs = torch.log_softmax(z.double(), -1)
-        for row in range(rows):
-            if row == 5:
-                assert got.tokens[row].tolist() == [-1] * k
-                continue
-            order = scores[row].sort(descending=True, stable=True).indices[: min(k, int((z[row] > -torch.inf).sum()))]
-            count = len(order)
-            assert got.tokens[row].tolist() == targets[order].tolist() + [-1] * (k - count), row
-            seen = got.logprobs[row, :count].cpu().double()
-            torch.testing.assert_close(seen, logprobs[row, order], rtol=1e-6, atol=2e-5)
-            added = (scores[row, order] - z[row, order]).double()
-            torch.testing.assert_close(
-                got.scores[row, :count].cpu().double(), logprobs[row, order] + added, rtol=1e-6, atol=2e-3
-            )

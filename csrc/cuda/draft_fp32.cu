@@ -1,0 +1,3 @@
+#include "draft_rows.cuh"
+
+template void tlt::cuda::draft_typed<float>(const DraftArgs&, cudaStream_t);
