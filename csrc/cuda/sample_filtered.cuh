@@ -397,7 +397,7 @@ struct FilteredRow {
     return row.top_p < 1.0f ? top_p_cut(cut) : cut;
   }
 
-  // What a pass of drawing keeps: x >= sure, or x >= least where keeps() says so.
+  // What a pass of drawing keeps: x > sure, or x >= least where keeps() says so.
   struct Kept {
     Cut cut;
     float least, sure;
@@ -410,7 +410,7 @@ struct FilteredRow {
   }
 
   __device__ __forceinline__ bool keeps(const Kept& kept, float x, int id) const {
-    return x >= kept.sure || (x >= kept.least && kept.cut.keeps(z_of(x), id));
+    return x > kept.sure || (x >= kept.least && kept.cut.keeps(z_of(x), id));
   }
 
   // Logits of a group that a pass may draw, -inf for the rest.
@@ -425,7 +425,7 @@ struct FilteredRow {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (!(x[i] >= kept.least)) x[i] = negative_infinity<float>();
-      close |= x[i] < kept.sure && x[i] > negative_infinity<float>();
+      close |= x[i] <= kept.sure && x[i] > negative_infinity<float>();
     }
     if (!close) return;
 #pragma unroll
@@ -521,7 +521,7 @@ struct FilteredRow {
     const float need = row.top_p * total;
     const float2 window = place_window(total - need);
     uint64_t* wide = reinterpret_cast<uint64_t*>(slots);
-    const Kept surely{{from_key(0xffffffffu), 0}, window.x, window.x};
+    const Kept surely{{0.0f, 0}, window.x, negative_infinity<float>()};
     Argmax argmax;
     start_pass();
     const float sum = block_sum(draw_pass<true>(surely, false, window.y, wide, argmax), sh.scratch);
