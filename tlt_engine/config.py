@@ -99,7 +99,8 @@ class SpeculationConfig:
         speculation.elastic.HOLD steps on the other side to switch, either way.
     shared_noise: the learned drafter proposes the best of log q + noise, the noise being the target's own, and not the
         best of q alone. ranking: which of its nodes are kept: "noise", by their estimated chance given that noise, or
-        "q". merge_model_free: the model-free drafter's proposals compete with the learned ones.
+        "q". sharpness: of that estimate, softmax(sharpness * (log q + noise)); None: follows what is accepted.
+        merge_model_free: the model-free drafter's proposals compete with the learned ones.
     audit: share of requests re-decoded without speculation and compared; differences are counted in stats().
     model_free_bytes: memory budget of the model-free drafter's automata, oldest prompts dropped first.
     """
@@ -110,6 +111,7 @@ class SpeculationConfig:
     enable_below: int | None = None
     shared_noise: bool = True
     ranking: str = "noise"
+    sharpness: float | None = None
     merge_model_free: bool = False
     audit: float = 0.0
     model_free_bytes: int = 256 * 2**20
@@ -127,6 +129,8 @@ class SpeculationConfig:
             _flag(f"SpeculationConfig.{name}", getattr(self, name))
         if self.ranking not in ("noise", "q"):
             raise refuse("SpeculationConfig.ranking", "'noise' or 'q'", self.ranking, "pick one")
+        if self.sharpness is not None:
+            _real("SpeculationConfig.sharpness", self.sharpness, 0.0, 100.0, open_low=True)
         _real("SpeculationConfig.audit", self.audit, 0.0, 1.0)
         _integer("SpeculationConfig.model_free_bytes", self.model_free_bytes, 0)
 

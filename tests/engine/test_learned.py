@@ -29,7 +29,9 @@ CLOSE = {"atol": 3e-5, "rtol": 1e-4}
 
 
 def learned(**overrides: Any) -> SpeculationConfig:
-    return SpeculationConfig(**{"method": "learned", "profile": PROFILE, "min_chance": 0.0, **overrides})
+    """sharpness fixed: what is drafted for one sample must not depend on what came true for others."""
+    shape = {"profile": PROFILE, "min_chance": 0.0, "sharpness": 1.5}
+    return SpeculationConfig(**{"method": "learned", **shape, **overrides})
 
 
 def engine_with(drafter: EagleModel, speculation: SpeculationConfig | None = None, **config: Any) -> RolloutEngine:

@@ -22,19 +22,18 @@ from tlt_engine.speculation.tree import DraftTree
 UNSEEN_NOISE = 0.58  # mean of Gumbel noise: what the best of many small candidates has, beside log(their mass)
 
 
-def log_chances(top: DraftTop, greedy: Tensor, *, sharpness: float | None) -> Tensor:
+def log_chances(top: DraftTop, greedy: Tensor, sharpness: Tensor | None) -> Tensor:
     """[rows, k], log of each child's estimated chance to be the target's choice. greedy bool [rows].
 
-    sharpness: of the race softmax(sharpness * (log q + g)), which all ids outside the k best run as one, of score
-    log(their mass) + UNSEEN_NOISE but at most the k-th's. None, and greedy rows: log q, as without noise.
+    sharpness fp32 [rows]: of the race softmax(sharpness * (log q + g)), which all ids outside the k best run as one, of
+    score log(their mass), plus UNSEEN_NOISE where there is noise, but at most the k-th's. None: log q, which is what is
+    known without looking at the noise.
     """
     if sharpness is None:
         return top.logprobs
-    seen = top.logprobs.exp().sum(1)
-    rest = (1 - seen).clamp_min(1e-9).log() + UNSEEN_NOISE
-    race = torch.cat((top.scores, torch.minimum(rest, top.scores[:, -1])[:, None]), 1) * sharpness
-    raced = torch.log_softmax(race, 1)[:, :-1].masked_fill(top.tokens < 0, -math.inf)
-    return torch.where(greedy[:, None], top.logprobs, raced)
+    rest = (1 - top.logprobs.exp().sum(1)).clamp_min(1e-9).log() + UNSEEN_NOISE * ~greedy
+    race = torch.cat((top.scores, torch.minimum(rest, top.scores[:, -1])[:, None]), 1) * sharpness[:, None]
+    return torch.log_softmax(race, 1)[:, :-1].masked_fill(top.tokens < 0, -math.inf)
 
 
 class Candidates:
@@ -68,9 +67,10 @@ class Candidates:
 
     def trees(
         self, roots: Sequence[int], budgets: Sequence[int], others: Sequence[tuple[DraftTree, Sequence[float]]] | None
-    ) -> list[DraftTree]:
-        """The best `budgets` nodes (root included) of each request. others: trees of another drafter and the chances
-        of their nodes, which compete for the same places; siblings with one token become one. Waits for the device."""
+    ) -> tuple[list[DraftTree], list[float]]:
+        """The best `budgets` nodes (root included) of each request, and the sum of their chances: the drafts that are
+        expected to be accepted. others: trees of another drafter and the chances of their nodes, which compete for the
+        same places; siblings with one token become one, and count twice in the sum. Waits for the device."""
         tokens, parents, scores = (torch.cat(level, 1).cpu().numpy() for level in zip(*self._levels))
         parts_of: list[list[np.ndarray]] = []  # tokens, parents and scores of each request's candidates
         for b, root in enumerate(roots):
@@ -91,7 +91,9 @@ class Candidates:
             torch.tensor([min(pair) for pair in zip(budgets, counts)], dtype=torch.int32),
         )
         bounds, kept, kept_parents = packed.node_indptr.tolist(), packed.tokens.tolist(), packed.parents.tolist()
-        return [DraftTree(tuple(kept[a:b]), tuple(kept_parents[a:b])) for a, b in pairwise(bounds)]
+        trees = [DraftTree(tuple(kept[a:b]), tuple(kept_parents[a:b])) for a, b in pairwise(bounds)]
+        best = [np.sort(parts[2][1:])[::-1][: len(tree) - 1] for parts, tree in zip(parts_of, trees)]
+        return trees, [float(np.exp(scores_of).sum()) for scores_of in best]
 
 
 def _joined(parts: list[np.ndarray], tree: DraftTree, chances: Sequence[float]) -> list[np.ndarray]:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from tlt_kernels.draft import noisy_top_k
+from tlt_kernels.params import GREEDY_BELOW
 from torch import Tensor
 
 from tlt_engine.config import SpeculationConfig
@@ -27,11 +29,11 @@ from tlt_engine.speculation.hidden import HiddenRows
 from tlt_engine.speculation.lanes import Lanes, Span
 from tlt_engine.speculation.learned_pass import Beam, EaglePass, Entries, Output
 from tlt_engine.speculation.model_free import ModelFreeDrafter
+from tlt_engine.speculation.sharpness import Sharpness
 from tlt_engine.speculation.tree import DraftTree
 from tlt_engine.types import MAX_NODES
 
 logger = logging.getLogger("tlt_engine")
-SHARPNESS = 0.7  # of log_chances
 ALARM_PASSES = 256  # drafted passes that are looked at together
 ALARM_BELOW = 1.05  # tokens a pass, bonus token included: hardly a draft in twenty is right
 
@@ -76,13 +78,13 @@ class EagleDrafter:
     def __init__(
         self, model: EagleModel, config: SpeculationConfig, *, lanes: int, max_model_len: int,
         eos_ids: Sequence[int] = (), vocab_limit: int | None = None, page_size: int = 16,
-        model_free: ModelFreeDrafter | None = None, sharpness: float = SHARPNESS,
+        model_free: ModelFreeDrafter | None = None,
     ) -> None:
         self.model, self.config, self.eos_ids = model, config, tuple(eos_ids)
         self.hidden_layers = model.config.aux_layers
         self.version = "0"
         self._vocab_limit, self._model_free = vocab_limit, model_free
-        self._sharpness = sharpness if config.shared_noise and config.ranking == "noise" else None
+        self._sharpness = Sharpness(config.sharpness)
         depth = config.profile.depth
         self._width = min(config.profile.top_k, MAX_NODES // max(depth - 1, 1))  # nodes expanded a level
         c = model.config
@@ -94,7 +96,8 @@ class EagleDrafter:
         self._pass = EaglePass(model, self._lanes, max_model_len + depth)
         self._watch = Watch()
         self._loads = 0
-        self._drafted: set[int] = set()  # samples whose drafts have not been observed yet
+        # By sample, of drafts that have not been observed yet: is it greedy, and how many should be accepted.
+        self._drafted: dict[int, tuple[bool, float]] = {}
 
     # ---------------------------------------------------------------- what the engine calls
 
@@ -127,25 +130,28 @@ class EagleDrafter:
         if asked:
             chosen = [contexts[i] for i in asked]
             try:
-                found = self._draft(chosen, spans, None if others is None else [others[i] for i in asked])
+                found, expected = self._draft(chosen, spans, None if others is None else [others[i] for i in asked])
             except BaseException:  # K and V that `extend` counts as computed may not be
                 self._lanes.forget_kv()
                 raise
-            for i, tree in zip(asked, found):
+            for i, tree, share in zip(asked, found, expected):
                 trees[i] = tree
-        self._drafted.update(c.seq_id for c, tree in zip(contexts, trees) if len(tree) > 1)
+                if len(tree) > 1:
+                    self._drafted[contexts[i].seq_id] = (contexts[i].params.temperature < GREEDY_BELOW, share)
         return trees
 
     def observe(self, context: DraftContext, accepted: int) -> None:
-        if context.seq_id in self._drafted:
-            self._drafted.discard(context.seq_id)
+        drafted = self._drafted.pop(context.seq_id, None)
+        if drafted is not None:
             self._watch.count(accepted)
+            if self._model_free is None:  # whose drafts were accepted is not known otherwise
+                self._sharpness.count(*drafted, accepted)
         if self._model_free is not None:
             self._model_free.observe(context, accepted)
 
     def finish(self, seq_id: int) -> None:
         self._lanes.drop(seq_id)
-        self._drafted.discard(seq_id)
+        self._drafted.pop(seq_id, None)
         if self._model_free is not None:
             self._model_free.finish(seq_id)
 
@@ -155,11 +161,13 @@ class EagleDrafter:
         others = 0 if self._model_free is None else self._model_free.memory_bytes()
         return weights + self._lanes.bytes + self._pass.bytes + others
 
-    def stats(self) -> dict[str, int | str]:
+    def stats(self) -> dict[str, Any]:
         """version and how often weights were loaded; lanes that samples hold, and their bytes with those of the rings;
-        alarms: how often ALARM_PASSES drafted passes in a row had an accept length below ALARM_BELOW."""
+        sharpness: of the estimated chances, for requests with noise and for greedy ones; alarms: how often ALARM_PASSES
+        drafted passes in a row had an accept length below ALARM_BELOW."""
         return {
             "version": self.version, "loads": self._loads, "lanes": self._lanes.held, "lane_bytes": self._lanes.bytes,
+            "sharpness": {"noise": self._sharpness.value[False], "greedy": self._sharpness.value[True]},
             "alarms": self._watch.alarms,
         }
 
@@ -187,7 +195,7 @@ class EagleDrafter:
     def _draft(
         self, contexts: Sequence[DraftContext], spans: Sequence[Span],
         others: Sequence[tuple[DraftTree, Sequence[float]]] | None,
-    ) -> list[DraftTree]:
+    ) -> tuple[list[DraftTree], list[float]]:
         device, model = self.model.device, self.model
         rows = DraftRows(contexts, self.eos_ids, model.config.vocab_size, device)
         depths = [self._depth(c) for c in contexts]
@@ -240,8 +248,15 @@ class EagleDrafter:
             target_vocab=None if model.head is None else model.config.vocab_size, vocab_limit=self._vocab_limit,
             noise=self.config.shared_noise,
         )
-        chances = log_chances(top, rows.greedy.repeat_interleave(width), sharpness=self._sharpness)
+        chances = log_chances(top, rows.greedy.repeat_interleave(width), self._sharpness_of(rows, width))
         candidates.add(top.tokens.view(batch, -1), chances.view(batch, -1), above, indices)
+
+    def _sharpness_of(self, rows: DraftRows, width: int) -> Tensor | None:
+        """[B * M]; None where nodes are ranked by q alone."""
+        if self.config.ranking == "q" or not self.config.shared_noise:
+            return None
+        value = self._sharpness.value
+        return torch.where(rows.greedy, value[True], value[False]).repeat_interleave(width)
 
     def _entries(self, contexts: Sequence[DraftContext], spans: Sequence[Span]) -> Entries:
         lanes = self._lanes
