@@ -27,7 +27,8 @@ LAYERS: list[tuple[str, ...]] = [
     ("tlt_engine.scheduler", "tlt_engine.graphs"),
     ("tlt_engine.engine",),
     ("tlt_engine",),  # __init__.py: the lazy front door
-    ("tlt_engine.rl", "tlt_engine.cli"),
+    ("tlt_engine.rl",),
+    ("tlt_engine.cli",),
 ]
 BASE = 1
 RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}

@@ -210,8 +210,8 @@ def draw(path: Path, rounds: Sequence[Round]) -> None:
         left.grid(axis="y", color=FAINT, linewidth=0.8)
         left.set_axisbelow(True)
         right = left.twinx()
-        trained = [r for r in rounds if r.loss is not None]
-        right.plot([r.minutes for r in trained], [r.loss for r in trained], color=PLAIN, linewidth=1.5, linestyle="--")
+        losses = [(r.minutes, r.loss) for r in rounds if r.loss is not None]
+        right.plot(*zip(*losses), color=PLAIN, linewidth=1.5, linestyle="--")
         right.set_ylabel("loss (nats, summed over the unroll)", color=INK)
         left.set_title("A drafter learning from its target's rollouts")
         path.parent.mkdir(parents=True, exist_ok=True)
