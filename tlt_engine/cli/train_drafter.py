@@ -42,10 +42,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Round:
-    """One batch rolled out and trained on. accept_length: tokens a target pass in its rollouts, bonus included."""
+    """One batch rolled out and trained on. accept_length: tokens a target pass in its rollouts, bonus included; None in
+    the first round of a fresh drafter, which decodes plainly."""
 
     minutes: float
-    accept_length: float
+    accept_length: float | None
     loss: float | None
     agreement: float | None
     steps: int
@@ -72,29 +73,31 @@ def run(
     rounds: list[Round] = []
     with _bar() as bar:
         line = bar.add_task("training", total=settings.minutes, note="")
-        for done in train(engine, asked, settings):
+        for done in train(engine, asked, settings, fresh=start is None):
             rounds.append(done)
             loss = "" if done.loss is None else f"loss {done.loss:.2f}, "
-            bar.update(line, completed=min(done.minutes, settings.minutes),
-                       note=f"{loss}accept length {done.accept_length:.2f}, {done.steps} steps")
+            length = "" if done.accept_length is None else f"accept length {done.accept_length:.2f}, "
+            bar.update(line, completed=min(done.minutes, settings.minutes), note=f"{loss}{length}{done.steps} steps")
     serving = engine.drafter.model  # type: ignore[union-attr]
     export_drafter(serving, out, to="sglang")
     if plot is not None:
         draw(plot, rounds)
+    lengths = [r.accept_length for r in rounds if r.accept_length is not None]
     report = {
         "out": str(out), "rounds": [vars(r) for r in rounds], "minutes": rounds[-1].minutes,
-        "steps": rounds[-1].steps, "accept_length_first": rounds[0].accept_length,
-        "accept_length_last": rounds[-1].accept_length, "parameters": sum(p.numel() for p in serving.parameters()),
+        "steps": rounds[-1].steps, "accept_length_first": lengths[0] if lengths else None,
+        "accept_length_last": lengths[-1] if lengths else None,
+        "parameters": sum(p.numel() for p in serving.parameters()),
     }
     if as_json:
         show.print_json(report)
-    else:
-        show.print_pairs("drafter", {
-            "folder": str(out), "optimiser steps": f"{report['steps']:,} in {report['minutes']:.1f} min",
-            "accept length (bonus included)":
-                f"{report['accept_length_first']:.2f} in the first rollouts, {report['accept_length_last']:.2f} in the "
-                "last", "weights": f"{report['parameters']:,}", **({"plot": str(plot)} if plot else {}),
-        })
+        return
+    measured = f"{lengths[0]:.2f} with the first drafts, {lengths[-1]:.2f} with the last" if lengths else "one round only"
+    show.print_pairs("drafter", {
+        "folder": str(out), "optimiser steps": f"{report['steps']:,} in {report['minutes']:.1f} min",
+        "accept length (bonus included)": measured, "weights": f"{report['parameters']:,}",
+        **({"plot": str(plot)} if plot else {}),
+    })
 
 
 def parse_profile(text: str) -> Profile:
@@ -106,13 +109,19 @@ def parse_profile(text: str) -> Profile:
     return Profile(depth, top_k, verify)
 
 
-def train(engine: RolloutEngine, prompts: Sequence[Any], settings: Settings) -> Iterator[Round]:
-    """Roll out a batch, train on what was seen of it, and again until the minutes are over; at least one round."""
+def train(
+    engine: RolloutEngine, prompts: Sequence[Any], settings: Settings, *, fresh: bool = True
+) -> Iterator[Round]:
+    """Roll out a batch, train on what was seen of it, and again until the minutes are over; at least one round. fresh:
+    the drafter knows nothing yet, and drafts of its first round would only cost time."""
     from tlt_engine.rl.adaptive import AdaptiveConfig, AdaptiveDrafter
     from tlt_engine.training.trainer import TrainerConfig
 
     adaptive = AdaptiveDrafter(engine, AdaptiveConfig(
-        trainer=TrainerConfig(lr=settings.learning_rate, seed=settings.seed), slice_ms=200.0,
+        trainer=TrainerConfig(
+            lr=settings.learning_rate, seed=settings.seed,
+            micro_rows=4096 if engine.model.device.type == "cuda" else 512,  # about a second on two cores
+        ), slice_ms=200.0,
     ))
     began = time.perf_counter()
     number = 0
@@ -127,14 +136,14 @@ def train(engine: RolloutEngine, prompts: Sequence[Any], settings: Settings) -> 
             for i, prompt in enumerate(batch)
         ]
         rolling = time.perf_counter()
-        engine.generate(batch, params)
+        engine.generate(batch, params, speculate=number > 0 or not fresh)
         rolled = time.perf_counter()
         left = 60 * settings.minutes - (rolled - began)
         report = adaptive.train_drafter(min(settings.train_share * (rolled - rolling), max(left, 1.0)))
         number += 1
         agreement = report["agreement"]
         yield Round(
-            (time.perf_counter() - began) / 60, report["accept_length"] or 1.0, report["loss"],
+            (time.perf_counter() - began) / 60, report["accept_length"], report["loss"],
             agreement[0] if agreement else None, report["steps"],
         )
     adaptive.close()
@@ -202,8 +211,8 @@ def draw(path: Path, rounds: Sequence[Round]) -> None:
         figure = Figure(figsize=(7.5, 4.2), dpi=130, layout="constrained")
         FigureCanvasAgg(figure)
         left = figure.subplots()
-        minutes = [r.minutes for r in rounds]
-        left.plot(minutes, [r.accept_length for r in rounds], color=SPECULATIVE, linewidth=2, marker="o", markersize=3)
+        lengths = [(r.minutes, r.accept_length) for r in rounds if r.accept_length is not None]
+        left.plot(*zip(*lengths), color=SPECULATIVE, linewidth=2, marker="o", markersize=3)
         left.set_xlabel("minutes, rollouts included")
         left.set_ylabel("accept length of the round's rollouts (bonus included)", color=SPECULATIVE)
         left.set_ylim(bottom=1.0)
