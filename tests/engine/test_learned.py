@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.eagle import Spy, draft_logits, random_drafter
+from tests.engine.emulated import emulation
 from tests.engine.engines import plain_outputs, shared_hf, tiny_engine, tokens
 from tests.tiny import tiny_target
 from tlt_engine import Profile, RolloutEngine, SamplingParams, SpeculationConfig
@@ -69,6 +70,20 @@ def test_draft_logits_are_the_definitions(shape: str, monkeypatch: pytest.Monkey
     check(spy, model)
     assert engine.stats()["drafter"]["lanes"] == 0
     engine.check_integrity()
+
+
+def test_on_the_devices_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states come from graphs' buffers there, and the next step is drafted before the last one's outputs."""
+    model = random_drafter(tiny_target(**MODEL), window=6)
+    on_host = engine_with(model).generate(PROMPTS, PARAMS)
+    with emulation():
+        engine = engine_with(model)
+        spy = Spy(engine, monkeypatch)
+        outputs = engine.generate(PROMPTS, PARAMS)
+        assert tokens(outputs) == tokens(on_host)
+        assert [o.outputs[0].spec for o in outputs] == [o.outputs[0].spec for o in on_host]
+        assert engine.stats()["graphs"] is not None
+        check(spy, model)
 
 
 class Drift:

@@ -13,9 +13,11 @@ from torch import Tensor
 
 import tlt_engine.engine.core as core_module
 from tests.drafters import ReplayDrafter
+from tests.eagle import random_drafter
 from tests.engine.emulated import emulation
 from tests.engine.engines import plain_outputs, shared_hf, tiny_engine
-from tlt_engine import RolloutEngine, SamplingParams
+from tests.tiny import tiny_target
+from tlt_engine import Profile, RolloutEngine, SamplingParams, SpeculationConfig
 from tlt_engine.engine.hidden import Kept
 from tlt_engine.speculation.hidden import HiddenRows
 
@@ -179,6 +181,19 @@ def test_new_weights_give_new_hidden_states_and_a_new_policy() -> None:
     assert sorted(rows) == list(range(len(ids) - 1))
     ours = torch.stack([rows[p] for p in sorted(rows)])
     torch.testing.assert_close(ours, expected(ids, seed=7)[:-1], atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_a_drafter_and_a_recorder_take_what_each_needs(where: str) -> None:
+    drafter = random_drafter(tiny_target(**MODEL), window=6, aux_layers=(2,))
+    spec = SpeculationConfig(method="learned", profile=Profile(3, 3, 8), min_chance=0.0)
+    with place(where):
+        recorder = Recorder()
+        engine = engine_with(recorder, drafter=drafter, speculation=spec)
+        assert engine._core.runner.capture == (0, 1, 2, 3)
+        engine.generate(PROMPTS, PARAMS)
+        assert len(recorder.done) == len(PROMPTS) and engine.stats()["accepted_tokens"] > 0
+        check(recorder)
 
 
 def test_capture_ends_with_the_last_recorder() -> None:
