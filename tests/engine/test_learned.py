@@ -7,6 +7,7 @@ Equal output would hide any fault of a drafter, so what is compared is what it c
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.engine.engines import plain_outputs, shared_hf, tiny_engine, tokens
 from tests.tiny import tiny_target
 from tlt_engine import Profile, RolloutEngine, SamplingParams, SpeculationConfig
 from tlt_engine.models.eagle import EagleModel
+from tlt_engine.models.eagle_checkpoint import export_drafter
 from tlt_engine.models.rope import RopeConfig
 
 MODEL = {"num_hidden_layers": 3}
@@ -35,7 +37,9 @@ def learned(**overrides: Any) -> SpeculationConfig:
     return SpeculationConfig(**{"method": "learned", **shape, **overrides})
 
 
-def engine_with(drafter: EagleModel, speculation: SpeculationConfig | None = None, **config: Any) -> RolloutEngine:
+def engine_with(
+    drafter: EagleModel | Path, speculation: SpeculationConfig | None = None, **config: Any
+) -> RolloutEngine:
     return tiny_engine(model=MODEL, drafter=drafter, speculation=speculation or learned(), **config)
 
 
@@ -325,6 +329,29 @@ def test_beyond_its_positions_a_drafter_proposes_nothing() -> None:
     assert drafted < alone.passes * PROFILE.depth
 
 
+def test_samples_reach_the_drafters_limit_at_different_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A level is computed for all requests; some have no position left for it."""
+    model = random_drafter(tiny_target(**MODEL), window=9, max_position_embeddings=32)
+    engine = engine_with(model)
+    spy = Spy(engine, monkeypatch)
+    prompts = [[5] * n for n in (4, 9, 12, 20)]
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=40, seed=3, ignore_eos=True))
+    assert tokens(outputs) == plain_outputs(
+        prompts, SamplingParams(max_tokens=40, seed=3, ignore_eos=True), model=MODEL
+    )
+    spy.rows = [row for row in spy.rows if len(row.ids) + len(row.branch) <= 33]
+    check(spy, model, rows=20)
+
+
+@pytest.mark.parametrize("form", ["sglang", "vllm", "speculators"])
+def test_a_drafters_folder_serves_as_the_drafter_does(form: str, tmp_path: Path) -> None:
+    model = random_drafter(tiny_target(**MODEL), window=9, draft_vocab_size=40)
+    folder = export_drafter(model, tmp_path / "drafter", to=form)
+    outputs = engine_with(folder, enable_prefix_caching=False).generate(PROMPTS, PARAMS)
+    again = engine_with(model, enable_prefix_caching=False).generate(PROMPTS, PARAMS)
+    assert [o.outputs[0].spec for o in outputs] == [o.outputs[0].spec for o in again]
+
+
 def test_prompts_of_one_token_begin_with_the_first_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A17: no entry for a prompt of one token; the first is (hidden of 0, token 1)."""
     model = random_drafter(tiny_target(**MODEL), window=9)
@@ -339,9 +366,9 @@ def test_prompts_of_one_token_begin_with_the_first_entry(monkeypatch: pytest.Mon
 
 def test_what_an_engine_cannot_serve_is_refused() -> None:
     model = random_drafter(tiny_target(**MODEL), window=9)
-    with pytest.raises(ValueError, match="an EagleModel exactly when"):
+    with pytest.raises(ValueError, match="an EagleModel or its folder exactly when"):
         tiny_engine(model=MODEL, drafter=model, speculation=SpeculationConfig(method="custom"))
-    with pytest.raises(ValueError, match="an EagleModel exactly when"):
+    with pytest.raises(ValueError, match="an EagleModel or its folder exactly when"):
         tiny_engine(model=MODEL, speculation=learned())
     with pytest.raises(ValueError, match="vocab_size"):
         tiny_engine(model={**MODEL, "vocab_size": 60}, drafter=model, speculation=learned())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tlt_engine.kvcache.pages import PagePool
 from tlt_engine.kvcache.prefix import PrefixCache
 from tlt_engine.kvcache.storage import KVStorage
 from tlt_engine.models import EagleModel, LoadedModel, Transformer, load_model
+from tlt_engine.models.eagle_checkpoint import load_drafter
 from tlt_engine.speculation.drafter import Drafter
 from tlt_engine.speculation.learned import EagleDrafter
 from tlt_engine.speculation.model_free import ModelFreeDrafter
@@ -87,10 +89,12 @@ def build_buffers(config: EngineConfig, tokens: int) -> StepBuffers:
 
 
 def check_drafter(method: str, given: Any) -> None:
-    learned, custom = isinstance(given, EagleModel), given is not None and not isinstance(given, EagleModel)
+    learned = isinstance(given, (EagleModel, str, Path))
+    custom = given is not None and not learned
     if (method == "learned") != learned or (method == "custom") != custom:
         expected = (
-            "a Drafter exactly when SpeculationConfig.method is 'custom', an EagleModel exactly when it is 'learned'"
+            "a Drafter exactly when SpeculationConfig.method is 'custom', an EagleModel or its folder exactly when it "
+            "is 'learned'"
         )
         raise refuse("drafter", expected, type(given).__name__, f"the method is {method!r}")
 
@@ -107,12 +111,18 @@ def build_drafter(
     model_free = ModelFreeDrafter(spec, eos_ids)
     if spec.method == "model_free":
         return model_free
-    own = EagleModel(given.config, dtype=model.dtype, device=model.device)
-    own.copy_from(given)
     return EagleDrafter(
-        own.bind(model), spec, lanes=config.max_num_seqs, max_model_len=max_model_len, eos_ids=eos_ids,
+        _own_drafter(given, model), spec, lanes=config.max_num_seqs, max_model_len=max_model_len, eos_ids=eos_ids,
         vocab_limit=vocab_limit, page_size=config.page_size, model_free=model_free if spec.merge_model_free else None,
     )
+
+
+def _own_drafter(given: EagleModel | str | Path, model: Transformer) -> EagleModel:
+    if not isinstance(given, EagleModel):
+        return load_drafter(given, model)
+    own = EagleModel(given.config, dtype=model.dtype, device=model.device)
+    own.copy_from(given)
+    return own.bind(model)
 
 
 def build_runner(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -33,8 +34,8 @@ from tlt_engine.speculation.learned import EagleDrafter
 
 class RolloutEngine(Resident):
     """model: a Hugging Face folder, an in-memory transformers model (weights are copied), or a LoadedModel.
-    tokenizer: overrides the one found beside the model. drafter: an EagleModel, which is copied, with
-    SpeculationConfig(method="learned"); a Drafter with method="custom".
+    tokenizer: overrides the one found beside the model. drafter: with SpeculationConfig(method="learned") an
+    EagleModel, which is copied, or a drafter's folder; with method="custom" a Drafter.
 
     Thread-safe: calls from several threads interleave step by step. Bad input raises ValueError before anything
     changes, and leaves the engine and its other requests unharmed.
@@ -45,7 +46,7 @@ class RolloutEngine(Resident):
 
     def __init__(
         self, model: Any, config: EngineConfig | None = None, *, tokenizer: Any = None,
-        drafter: Drafter | EagleModel | None = None,
+        drafter: Drafter | EagleModel | str | Path | None = None,
     ) -> None:
         super().__init__()
         self.config = config if config is not None else EngineConfig()

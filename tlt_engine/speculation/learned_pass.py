@@ -110,7 +110,8 @@ class EaglePass:
         logical = beam.root[:, None] + 1 + above + torch.arange(width, device=tokens.device)
         page = self.lanes.kv.page_size
         slots = beam.table.gather(1, logical // page).long() * page + logical % page
-        positions = (beam.position + beam.depth).repeat_interleave(width)
+        # Beyond the end only nodes stand whose requests draft no deeper: their outputs are thrown away.
+        positions = (beam.position + beam.depth).clamp_max(self.length - 1).repeat_interleave(width)
         embeds = F.embedding(tokens.flatten(), self.model.embedding)
         inputs, residual = self._enter(embeds, hidden.flatten(0, 1))
         q = self._write(inputs, positions, slots.flatten()).unflatten(0, (batch, width))
