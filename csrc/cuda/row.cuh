@@ -235,6 +235,22 @@ __device__ __forceinline__ float gumbel_fast(uint32_t word) {
   return -kLn2 * log2_fast(e);
 }
 
+__device__ __forceinline__ float bound_of(uint32_t key) {
+  return key == 0 ? negative_infinity<float>() : from_key(key);
+}
+
+// One lane reads for all: lanes that read apart might differ, and with them the branches around collectives.
+__device__ __forceinline__ uint32_t read_bound(const uint32_t* shared) {
+  return __shfl_sync(kAll, threadIdx.x % 32 == 0 ? __ldcg(shared) : 0u, 0);
+}
+
+// Raises a bound that warps share and returns it. The bound decides what is skipped, never what comes out.
+__device__ __forceinline__ float share_bound(uint32_t* shared, float bound) {
+  uint32_t key = ordered_key(bound);
+  if (threadIdx.x % 32 == 0) key = max(key, atomicMax(shared, key));
+  return from_key(__shfl_sync(kAll, key, 0));
+}
+
 // The running argmax. A lane keeps the best id offered to it; a warp keeps a bound that the row's best score reaches.
 // Which ids are offered: g = -log(E) <= -log(w), so a win needs w <= exp(z - bound), tested on the raw words with the
 // exponentials that the log-sum-exp takes anyway: first 8 ids at a time, the least word against the sum of the
@@ -271,7 +287,7 @@ struct Argmax {
     const float score = fmaf(logit, row.inverse, gumbel_fast(bits)), apart = 2.0f * error(score);
     if (score > near + apart) {
       take(score, logit, bits, at);
-    } else if (score >= near - apart) {
+    } else if (score >= near - apart && at != id) {
       const float mine = row.z_of(x) + gumbel(word), other = row.z_of(logit) + gumbel(bits);
       if (other > mine || (other == mine && at < id)) take(score, logit, bits, at);
     }
@@ -308,30 +324,51 @@ struct Argmax {
     bound = fmaxf(bound, warp_max(near - error(near)));
   }
 
-  // The noise of a strip: groups first + 32 j of each lane, s8[j] the sum of p over group j.
-  template <int kGroups, typename F>
-  __device__ __forceinline__ void strip(const Row& row, int first, const float (&s8)[kGroups], float per_unit,
-                                        float y_max, F&& logits_of) {
-    // A warp without a bound offers its first group whole, whatever the words: 256 scores to begin with.
-#pragma unroll 1
-    for (bool begun = bound > negative_infinity<float>();; begun = true) {
-      bound = fmaxf(bound, least_of_max(y_max));
-      const float most = begun ? scale(y_max) : 0x1p126f;
-      if (!(most >= 0.5f)) return;
-      uint32_t hot = 1;
-      if (begun) {
-        hot = 0;
+  // Something to begin with: each lane offers the one id of its first group that is likeliest to win.
+  template <typename F>
+  __device__ __forceinline__ void begin(const Row& row, int group, float per_unit, float y_max, F&& logits_of) {
+    float logits[8], least = 3.4028234e38f, logit = 0.0f;
+    uint32_t bits = 0;
+    int32_t at = -1;
+    logits_of(group, logits);
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) {
-          const Words4 low = row.words((first + 32 * j) * 2), high = row.words((first + 32 * j) * 2 + 1);
-          const uint32_t least = min(min(min(low.x[0], low.x[1]), min(low.x[2], low.x[3])),
-                                     min(min(high.x[0], high.x[1]), min(high.x[2], high.x[3])));
-          if (static_cast<float>(least) <= s8[j] * most) hot |= 1u << j;
-        }
+    for (int half = 0; half < 2; ++half) {
+      const Words4 w = row.words(group * 2 + half);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // w / p: the least of these is the largest score, but for -log1p(-w) being more than w
+        const float ratio = static_cast<float>(w.x[i]) * exp2_fast(fmaf(-logits[4 * half + i], per_unit, y_max));
+        if (!(ratio < least)) continue;
+        least = ratio, logit = logits[4 * half + i], bits = w.x[i], at = group * 8 + 4 * half + i;
       }
-      if (__any_sync(kAll, hot != 0)) consider(row, hot, first, per_unit, y_max, most, logits_of);
-      if (begun) return;
     }
+    if (at >= 0) offer(row, logit, bits, at);
+    __syncwarp();
+    bound = fmaxf(bound, warp_max(near - error(near)));
+  }
+
+  // The noise of a strip: groups first + 32 j of each lane, s8[j] the sum of p over group j. share(bound) tells the
+  // row's other warps and returns the best bound of all: without it, all of them would look closely at most of their
+  // first strips (56 % more instructions at 24 warps a row).
+  template <int kGroups, typename F, typename S>
+  __device__ __forceinline__ void strip(const Row& row, int first, const float (&s8)[kGroups], float per_unit,
+                                        float y_max, F&& logits_of, S&& share) {
+    if (!(bound > negative_infinity<float>())) {
+      begin(row, first, per_unit, y_max, logits_of);
+      bound = share(bound);
+    }
+    bound = fmaxf(bound, least_of_max(y_max));
+    const float most = scale(y_max);
+    if (!(most >= 0.5f)) return;
+    uint32_t hot = 0;
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+      const Words4 low = row.words((first + 32 * j) * 2), high = row.words((first + 32 * j) * 2 + 1);
+      const uint32_t least = min(min(min(low.x[0], low.x[1]), min(low.x[2], low.x[3])),
+                                 min(min(high.x[0], high.x[1]), min(high.x[2], high.x[3])));
+      if (static_cast<float>(least) <= s8[j] * most) hot |= 1u << j;
+    }
+    if (__any_sync(kAll, hot != 0)) consider(row, hot, first, per_unit, y_max, most, logits_of);
   }
 
   // The lane's best with its exact score.

@@ -16,8 +16,9 @@ constexpr float kReach = 30.0f;      // slot histogram: this far below the maxim
 constexpr int kNucleusSlots = 640;   // top-p alone: try the logits above this many slot maxima first
 constexpr float kFar = 40.0f;        // e^-40 of the largest mass, times any vocabulary, is below fp32's resolution
 
-constexpr int kWide = 8192;          // entries of a nucleus's window
-constexpr int kSampled = 16;         // one group of 8 logits in so many places the window
+constexpr int kWide = 9216;          // entries of a nucleus's window: two blocks fit a multiprocessor's 228 KB
+constexpr int kSampled = 8;          // one group of 8 logits in so many places the window
+constexpr float kListable = 16.0f;   // nuclei of more than so many times the largest mass are not tried as a list
 
 inline __host__ __device__ int slots_of(int columns) { return strips_of(columns) * 64; }
 inline int filter_bytes(int columns) {
@@ -377,8 +378,7 @@ struct FilteredRow {
     bool use_slots = true;
     if (!(alone && min_p)) {
       cut = {negative_infinity<float>(), columns};
-      // kList masses of at most 1 do not reach what a flat row needs.
-      if ((alone && row.top_p * total > kList) || !narrow(cut)) {
+      if ((alone && row.top_p * total > kListable) || !narrow(cut)) {
         if (alone && draw_nucleus()) return;
         cut = slow_cut();
         use_slots = !alone;  // the window's list lies where the slots were
@@ -459,11 +459,10 @@ struct FilteredRow {
         s8[j] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
       }
       sum += (s8[0] + s8[1]) + (s8[2] + s8[3]);
-      const float before = argmax.bound;
-      argmax.bound = fmaxf(before, bound_of(*const_cast<volatile uint32_t*>(&sh.bound)));
+      argmax.bound = share_bound(&sh.bound, argmax.bound);
       argmax.template strip<kStripGroups>(row, first, s8, per_unit, y_max,
-                                          [&](int g, float(&x)[8]) { again(kept, g, x); });
-      if (lane == 0 && argmax.bound > before) atomicMax(&sh.bound, ordered_key(argmax.bound));
+                                          [&](int g, float(&x)[8]) { again(kept, g, x); },
+                                          [&](float bound) { return share_bound(&sh.bound, bound); });
     }
     return sum;
   }
@@ -514,7 +513,7 @@ struct FilteredRow {
   }
 
   // ----------------------------------------------------------------------------- a wide nucleus, top-p alone
-  // A sample of one logit in 16 says where the cut lies, to five standard deviations; one pass then draws what is
+  // A sample of one logit in 8 says where the cut lies, to 4.5 standard deviations; one pass then draws what is
   // surely kept and lists the few thousand logits in between, among which the exact cut is found. Two reads of the row
   // in all. False where the sample misled or the list overflowed: then the slow way decides.
   __device__ __forceinline__ bool draw_nucleus() {
@@ -592,7 +591,7 @@ struct FilteredRow {
     int first = 0, last = kBins - 1;
     for (int i = threadIdx.x; i < kBins; i += kBlock) {
       const float below = sh.masses[kBins - 1] - (i ? sh.masses[i - 1] : 0.0f);
-      const float spread = 5.0f * sqrtf(fmaxf(sh.more_masses[kBins - 1] - (i ? sh.more_masses[i - 1] : 0.0f), 0.0f));
+      const float spread = 4.5f * sqrtf(fmaxf(sh.more_masses[kBins - 1] - (i ? sh.more_masses[i - 1] : 0.0f), 0.0f));
       if (below - spread >= tail) first = max(first, i);
       if (below + spread < tail) last = min(last, i);
     }

@@ -141,11 +141,12 @@ struct StripScan {
     argmax.x = top, argmax.id = static_cast<int32_t>(__reduce_min_sync(kAll, lowest));
   }
 
-  __device__ __forceinline__ StripSum strip(int s, Argmax& argmax) const {
+  __device__ __forceinline__ StripSum strip(int s, Argmax& argmax, uint32_t* shared_bound) const {
     const int first = s * (kStrip / 8) + static_cast<int>(threadIdx.x % 32);
     StripSum sums{0.0f, 0.0f, 0.0f, 0.0f};
     Held<H> held;
     const bool bad = load(s, first, held, sums);
+    const uint32_t found = read_bound(shared_bound);  // behind the loads: it comes with them
     const float top = warp_max(max_raw<false>(held.raw));
     sums.y_max = y_of_max(top, per_unit);
     float s8[kStripGroups];
@@ -155,7 +156,11 @@ struct StripScan {
     if (row.greedy) {
       greedy(held, first, top, argmax);
     } else {
-      argmax.strip<kStripGroups>(row, first, s8, per_unit, sums.y_max, [&](int g, float(&x)[8]) { again(g, x); });
+      const float before = fmaxf(argmax.bound, bound_of(found));
+      argmax.bound = before;
+      argmax.strip<kStripGroups>(row, first, s8, per_unit, sums.y_max, [&](int g, float(&x)[8]) { again(g, x); },
+                                 [&](float bound) { return share_bound(shared_bound, bound); });
+      if (threadIdx.x % 32 == 0 && argmax.bound > before) atomicMax(shared_bound, ordered_key(argmax.bound));
     }
     return sums;
   }
@@ -224,10 +229,6 @@ __device__ __forceinline__ void finish_row(const SampleArgs& a, const Row& row, 
   write_raw(a, r, logits, token, raw);
 }
 
-__device__ __forceinline__ float bound_of(uint32_t key) {
-  return key == 0 ? negative_infinity<float>() : from_key(key);
-}
-
 template <typename T, bool kMods>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocks) sample_rows(const __grid_constant__ SampleArgs a, const RowWorkspace w) {
   const int r = blockIdx.y, splits = gridDim.x;
@@ -247,12 +248,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks) sample_rows(const __g
   uint32_t* const shared_bound = a.arrived + a.rows + r;
   Argmax argmax;
   for (int s = warp * splits + blockIdx.x; s < strips; s += stride) {
-    const float before = argmax.bound;
-    if (!row.greedy) argmax.bound = fmaxf(argmax.bound, bound_of(__ldcg(shared_bound)));
-    const StripSum sum = scan.strip(s, argmax);
-    if (threadIdx.x % 32 != 0) continue;
-    w.strips[static_cast<int64_t>(r) * strips + s] = sum;
-    if (!row.greedy && argmax.bound > before) atomicMax(shared_bound, ordered_key(argmax.bound));
+    const StripSum sum = scan.strip(s, argmax, shared_bound);
+    if (threadIdx.x % 32 == 0) w.strips[static_cast<int64_t>(r) * strips + s] = sum;
   }
   Best mine = row.greedy ? Best{argmax.bound, argmax.id, argmax.x, 0.0f} : warp_best(argmax.best(row));
   if (threadIdx.x % 32 == 0) warp_bests[warp] = mine;
