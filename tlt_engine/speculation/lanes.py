@@ -48,7 +48,11 @@ class Span:
 
 class Lanes:
     """width: k * Ht. window None: all of max_len. tree_slots: of the largest tree that is drafted. Samples beyond
-    `count` take the lane of the one that was looked at least recently."""
+    `count` take the lane of the one that was looked at least recently.
+
+    Behind the last lane stands `nobody`'s, a row of padding's (speculation/static_draft.py): its K and V, and what
+    belongs to no row, go to dummy_slot, hidden states to dummy_ring.
+    """
 
     def __init__(
         self, count: int, *, window: int | None, max_len: int, tree_slots: int, width: int, kv_heads: int,
@@ -57,16 +61,19 @@ class Lanes:
         self.window = max_len if window is None else min(window, max_len)
         self.pages_each = -(-(self.window + min(tree_slots, MAX_NODES)) // page_size)
         self.slots_each = self.pages_each * page_size
-        self.kv = KVStorage(1, count * self.pages_each, page_size, kv_heads, head_dim, dtype, device)
-        self.ring = torch.zeros(count, self.window, width, dtype=dtype, device=device)
+        self.nobody, self.dummy_slot, self.dummy_ring = count, count * self.slots_each, count * self.window
+        self.kv = KVStorage(1, count * self.pages_each + 1, page_size, kv_heads, head_dim, dtype, device)
+        self.ring_flat = torch.zeros(count * self.window + 1, width, dtype=dtype, device=device)
+        self.ring = self.ring_flat[:-1].view(count, self.window, width)
         turn = torch.arange(count * self.pages_each, dtype=torch.int32, device=device).view(count, -1)
-        self.table = turn.repeat(1, TURNS)
+        dummy = torch.full_like(turn[:1], count * self.pages_each)
+        self.table = torch.cat((turn, dummy)).repeat(1, TURNS)
         self._free = list(range(count))[::-1]
         self._lanes: OrderedDict[int, Lane] = OrderedDict()  # by seq_id, the least recently used first
 
     @property
     def bytes(self) -> int:
-        return self.kv.bytes + self.ring.nbytes + self.table.nbytes
+        return self.kv.bytes + self.ring_flat.nbytes + self.table.nbytes
 
     @property
     def held(self) -> int:
@@ -139,6 +146,16 @@ class Lanes:
             lane.kv_end = lane.origin
 
     # ---------------------------------------------------------------- entries
+
+    def whole(self, seq_id: int, stop: int) -> Lane | None:
+        """Its lane, if all entries before `stop` that a window reaches have their K and V, and none behind."""
+        lane = self._lanes.get(seq_id)
+        return lane if lane is not None and lane.end == lane.kv_end == stop else None
+
+    def extended(self, seq_id: int, stop: int) -> None:
+        """The device has written hidden states, K and V of the entries before `stop`."""
+        lane = self._lanes[seq_id]
+        lane.end = lane.kv_end = stop
 
     def extend(self, seq_id: int, tokens: int) -> Span | None:
         """The entries to compute for a sample of so many tokens, whose last entry is tokens - 2: those without K and V

@@ -90,7 +90,7 @@ class EaglePass:
     def extend(self, entries: Entries) -> Output:
         """Writes the K/V of all entries; the output [B] of each request's last one. The others' attention, MLP and
         head would go nowhere: an entry's K and V do not depend on what the layer makes of earlier ones."""
-        aux = self.lanes.ring.flatten(0, 1).index_select(0, entries.ring)
+        aux = self.lanes.ring_flat.index_select(0, entries.ring)
         embeds = F.embedding(entries.tokens, self.model.embedding)
         inputs, residual = self._enter(embeds, self._fuse(aux))
         q = self._write(inputs, entries.positions, entries.slots)

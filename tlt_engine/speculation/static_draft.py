@@ -1,0 +1,213 @@
+"""The learned drafter's step on static tensors: from what a verification left on the device to the next candidates.
+
+Shape legend: B requests, S columns of a walk, D depth, K branching, M expanded nodes a level, C candidates a request
+(the root among them), H drafter hidden. Knows neither streams nor graphs nor the target's inputs. Shapes depend on B
+and the profile alone, nothing waits for the device, and what the host must say lies in `Seats`: so both halves can be
+captured in CUDA graphs, `extend` for (B, S) and `draft` for (B, D, K). The trees are those that EagleDrafter.propose
+would draw; tests hold the two together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from tlt_kernels.draft import noisy_top_k
+from tlt_kernels.params import GREEDY_BELOW, NoiseIds, RowParams
+from torch import Tensor
+
+from tlt_engine.config import SpeculationConfig
+from tlt_engine.models.eagle import EagleModel
+from tlt_engine.speculation.candidates import Candidates, log_chances
+from tlt_engine.speculation.lanes import Lanes
+from tlt_engine.speculation.learned_pass import Beam, EaglePass, Entries
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Who is drafted for, a row each; the host writes it when the batch changes. lane, origin int64 [B]: as Lanes has
+    them; lane = Lanes.nobody: a row of padding. end int64 [B]: tokens that the sample can have at most. keys, samples,
+    segments int64 [B]: whose noise. temperature, sharpness fp32 [B]. stops int64 [B, stops]: tokens without children,
+    padded with -2. live int32 [1]: rows that are not padding; they come first."""
+
+    lane: Tensor
+    origin: Tensor
+    end: Tensor
+    keys: Tensor
+    samples: Tensor
+    segments: Tensor
+    temperature: Tensor
+    sharpness: Tensor
+    stops: Tensor
+    live: Tensor
+
+    def first(self, batch: int) -> Seats:
+        rows = {f.name: getattr(self, f.name)[:batch] for f in fields(self) if f.name != "live"}
+        return Seats(**rows, live=self.live)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A walk whose keys are committed. accept_lens int32 [B], paths int32 [B, S], tokens int64 [B, S]: as in Walk.
+    node_indptr int32 [B + 1]: of the trees that were walked. committed int32 [B]: keys, those of the walk included.
+    hidden: the drafter's hidden states of all rows, [R, Ht] each, in the order of its aux_layers."""
+
+    accept_lens: Tensor
+    paths: Tensor
+    tokens: Tensor
+    node_indptr: Tensor
+    committed: Tensor
+    hidden: Sequence[Tensor]
+
+
+class DenseCandidates(Candidates):
+    def dense(self, roots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens int64, parents int32, scores fp32, all [B, C], dead ones included at -inf. roots int64 [B]."""
+        tokens, parents, scores = (torch.cat(level, 1) for level in zip(*self._levels))
+        one = roots[:, None]
+        return (
+            torch.cat((one, tokens), 1), torch.cat((torch.full_like(one, -1), parents), 1).int(),
+            torch.cat((torch.zeros_like(scores[:, :1]), scores), 1),
+        )
+
+
+class StaticDraft:
+    """batch: the most requests. width: nodes expanded a level. Static results of `draft`, for the selection of the
+    trees (tlt_kernels.cuda.tree_from_candidates): tokens, parents, scores [batch * C]; cand_indptr int32 [batch + 1];
+    budgets int32 [batch]; expected fp32 [batch], the sum of the chances of the nodes that will be kept."""
+
+    def __init__(
+        self, model: EagleModel, lanes: Lanes, passes: EaglePass, config: SpeculationConfig, *, batch: int, width: int,
+        vocab_limit: int | None,
+    ) -> None:
+        self.model, self.lanes, self.config = model, lanes, config
+        self.depth, self.k, self.width, self.batch = config.profile.depth, config.profile.top_k, width, batch
+        self._pass, self._vocab_limit = passes, vocab_limit
+        device = model.device
+        self.logits = torch.zeros(batch, len(model.head_weight), dtype=model.head_weight.dtype, device=device)
+        self.hidden = torch.zeros(batch, model.config.hidden_size, dtype=model.dtype, device=device)
+        self.candidates = 1 + sum(self._level_sizes())
+        total = batch * self.candidates
+        self.tokens = torch.zeros(total, dtype=torch.int64, device=device)
+        self.parents = torch.zeros(total, dtype=torch.int32, device=device)
+        self.scores = torch.zeros(total, device=device)
+        self.cand_indptr = torch.zeros(batch + 1, dtype=torch.int32, device=device)
+        self.budgets = torch.ones(batch, dtype=torch.int32, device=device)
+        self.expected = torch.zeros(batch, device=device)
+        self._count = torch.arange(max(batch, self.depth) + 1, device=device)
+
+    def _level_sizes(self) -> list[int]:
+        """Candidates of each level."""
+        sizes = [self.k]
+        for _ in range(1, self.depth):
+            sizes.append(min(self.width, sizes[-1]) * self.k)
+        return sizes
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
+
+    # ---------------------------------------------------------------- the last pass's tokens
+
+    def extend(self, seats: Seats, walked: Verified) -> None:
+        """The accepted positions' hidden states go to the rings, their entries' K and V to the lanes; `logits` and
+        `hidden` of each request's last entry. Padding, and what lies behind a walk's end, goes to places that nobody
+        reads. Harmless to repeat."""
+        batch = len(walked.accept_lens)
+        out = self._pass.extend(self._entries(seats, walked))
+        self.logits[:batch].copy_(out.logits)
+        self.hidden[:batch].copy_(out.hidden)
+
+    def _entries(self, seats: Seats, walked: Verified) -> Entries:
+        lanes, window = self.lanes, self.lanes.window
+        batch, steps = walked.paths.shape
+        depth = self._count[:steps]
+        accepted, stop = walked.accept_lens.long(), walked.committed.long()
+        positions = (stop - accepted)[:, None] + depth
+        # Of a walk longer than the window only its end has room in the ring, and can be seen from the last entry.
+        wanted = (depth < accepted[:, None]) & (positions >= (stop - window)[:, None])
+        wanted &= (seats.lane < lanes.nobody)[:, None]
+        lane, origin = seats.lane[:, None], seats.origin[:, None]
+        ring = torch.where(wanted, lane * window + positions % window, lanes.dummy_ring).flatten()
+        slots = lane * lanes.slots_each + (positions - origin) % lanes.slots_each
+        rows = (walked.node_indptr[:-1, None] + walked.paths).clamp_min(0).flatten()
+        aux = torch.cat([states.index_select(0, rows) for states in walked.hidden], -1)
+        lanes.ring_flat.index_copy_(0, ring, aux)
+        return Entries(
+            ring=ring, tokens=walked.tokens.clamp_min(0).flatten(),
+            positions=torch.where(wanted, positions, 0).flatten(),
+            slots=torch.where(wanted, slots, lanes.dummy_slot).flatten(),
+            last=self._count[:batch] * steps + (accepted - 1).clamp_min(0),
+            logical=self._logical(seats, stop), table=self._table(seats),
+        )
+
+    def _logical(self, seats: Seats, stop: Tensor) -> Tensor:
+        """int32 [B]: slot of the last entry as attention counts (Lanes.extend)."""
+        each = self.lanes.slots_each
+        oldest = torch.maximum(seats.origin, stop - self.lanes.window)
+        base = seats.origin + (oldest - seats.origin) // each * each
+        return (stop - 1 - base).clamp_min(0).int()
+
+    def _table(self, seats: Seats) -> Tensor:
+        return self.lanes.table.index_select(0, seats.lane)
+
+    # ---------------------------------------------------------------- candidates
+
+    def draft(self, seats: Seats, committed: Tensor, roots: Tensor) -> None:
+        """Candidates from the last entries on. committed int32 [B], roots int64 [B]: the last tokens. Harmless to
+        repeat."""
+        batch, stop = len(committed), committed.long()
+        length = stop + 1  # tokens; a child of a node at depth d is drawn at position length + d
+        # The bonus token takes a place, and the deepest node's parent must stand where the drafter has positions.
+        limit = ((seats.end - 1).clamp_max(self._pass.length + 2) - length).clamp_max(self.depth)
+        levels = DenseCandidates(limit, seats.stops, self.config.min_chance)
+        zeros = torch.zeros(batch, 1, dtype=torch.int64, device=stop.device)
+        self._add(levels, seats, self.logits[:batch], length, zeros.float(), zeros)
+        last = Entries(
+            ring=zeros, tokens=zeros, positions=(stop - 1).clamp_min(0), slots=zeros, last=self._count[:batch],
+            logical=self._logical(seats, stop), table=self._table(seats),
+        )
+        beam, first, hidden = Beam(last), -1, self.hidden[:batch]  # first: index in the beam of the level above's first
+        for depth in range(1, self.depth):
+            places, indices, tokens, above = levels.best(self.width)
+            up = places // self.k  # which of the nodes expanded before is the parent
+            wide = up[..., None].expand(-1, -1, hidden.shape[-1])
+            parents, first = up + first, beam.nodes
+            out = self._pass.level(beam, tokens, hidden.unflatten(0, (batch, -1)).gather(1, wide), parents)
+            hidden = out.hidden
+            self._add(levels, seats, out.logits, length + depth, above, indices)
+        self._keep(levels, seats, roots)
+
+    def _add(
+        self, levels: DenseCandidates, seats: Seats, logits: Tensor, positions: Tensor, above: Tensor, indices: Tensor
+    ) -> None:
+        """The k best children of each expanded node [B, M], drawn at `positions` [B]."""
+        batch, nodes = above.shape
+
+        def spread(values: Tensor) -> Tensor:
+            return values[:, None].expand(batch, nodes).reshape(-1)
+
+        temperature, config = spread(seats.temperature), self.config
+        ids = NoiseIds(spread(seats.keys), spread(positions), spread(seats.samples), spread(seats.segments))
+        reduced = self.model.head is not None
+        top = noisy_top_k(
+            logits, ids, RowParams(temperature), self.k, d2t=self.model.d2t if reduced else None,
+            target_vocab=self.model.config.vocab_size if reduced else None, vocab_limit=self._vocab_limit,
+            noise=config.shared_noise,
+        )
+        blind = config.ranking == "q" or not config.shared_noise
+        chances = log_chances(top, temperature < GREEDY_BELOW, None if blind else spread(seats.sharpness))
+        levels.add(top.tokens.view(batch, -1), chances.view(batch, -1), above, indices)
+
+    def _keep(self, levels: DenseCandidates, seats: Seats, roots: Tensor) -> None:
+        batch, verify = len(roots), self.config.profile.verify
+        tokens, parents, scores = levels.dense(roots)
+        for kept, values in ((self.tokens, tokens), (self.parents, parents), (self.scores, scores)):
+            kept[: values.numel()].copy_(values.flatten())
+        # Padding has no candidates, and so no tree. A dead candidate would be taken when no live one is left.
+        self.cand_indptr[: batch + 1].copy_(torch.minimum(self._count[: batch + 1], seats.live) * self.candidates)
+        self.budgets[:batch].copy_((scores > -math.inf).sum(1).clamp_max(verify))
+        best = scores[:, 1:].topk(min(verify - 1, scores.shape[1] - 1), 1).values
+        self.expected[:batch].copy_(best.exp().sum(1))
