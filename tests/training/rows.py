@@ -18,7 +18,7 @@ LAYERS, LAST = (1, 2), 3
 class ScriptedRun:
     seq_id: int
     first: int
-    rows: Tensor | list[int]
+    rows: list[int]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def value(seq_id: int, position: int, policy: int, layer: int) -> Tensor:
     return torch.tensor([float(seq_id), float(position), float(policy), float(layer)])
 
 
-def one_pass(runs: list[tuple[int, int, int]], policy: int = 0, *, device_rows: bool = False) -> ScriptedRows:
+def one_pass(runs: list[tuple[int, int, int]], policy: int = 0) -> ScriptedRows:
     """runs: (seq_id, first position, rows). Between two runs lie rows of rejected drafts, which nobody may keep."""
     hidden: dict[int, list[Tensor]] = {layer: [] for layer in (*LAYERS, LAST)}
     listed, at = [], 0
@@ -41,7 +41,7 @@ def one_pass(runs: list[tuple[int, int, int]], policy: int = 0, *, device_rows: 
             rows.append(value(-1, -1, -1, layer))
             rows.extend(value(seq_id, first + i, policy, layer) for i in range(count))
         index = list(range(at + 1, at + 1 + count))
-        listed.append(ScriptedRun(seq_id, first, torch.tensor(index, dtype=torch.int64) if device_rows else index))
+        listed.append(ScriptedRun(seq_id, first, index))
         at += 1 + count
     empty = torch.empty(0, HIDDEN)
     return ScriptedRows({k: torch.stack(rows) if rows else empty for k, rows in hidden.items()}, listed)

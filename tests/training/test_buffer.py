@@ -34,7 +34,7 @@ def decode(buffer: HiddenStateBuffer, seq_id: int, total: int, *, step: int = 3,
     at, size = min(prompt, total), 1
     while at < total:
         now = min(size, total - at)
-        buffer.take(one_pass([(seq_id, at, now)], device_rows=bool(at % 2)))
+        buffer.take(one_pass([(seq_id, at, now)]))
         at, size = at + now, size % step + 1
 
 
@@ -340,7 +340,7 @@ def test_the_last_state_is_kept_once_when_the_drafter_reads_it_too() -> None:
 
 def test_refusals_teach() -> None:
     with pytest.raises(ValueError, match="byte_budget: expected room for a page of 32 rows"):
-        HiddenStateBuffer(LAYERS, LAST, HIDDEN, byte_budget=100)
+        HiddenStateBuffer(LAYERS, LAST, HIDDEN, byte_budget=100, page_rows=32)
     with pytest.raises(ValueError, match="capture: expected a share"):
         HiddenStateBuffer(LAYERS, LAST, HIDDEN, byte_budget=2**20, capture=1.5)
     rows = one_pass([(1, 0, 3)])

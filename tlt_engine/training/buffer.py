@@ -15,8 +15,10 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,27 +26,7 @@ from tlt_engine.config import refuse
 from tlt_engine.models.transformer import Transformer
 from tlt_engine.training.arena import Arena
 from tlt_engine.training.prefill import prefill
-from tlt_engine.training.records import DrawPolicy, Piece, Record, long_threshold
-
-
-class Run(Protocol):
-    """speculation.hidden.HiddenRun: consecutive positions of one sequence."""
-
-    @property
-    def seq_id(self) -> int: ...
-    @property
-    def first(self) -> int: ...
-    @property
-    def rows(self) -> Tensor | Sequence[int]: ...
-
-
-class Rows(Protocol):
-    """speculation.hidden.HiddenRows: what one pass computed of committed tokens."""
-
-    @property
-    def hidden(self) -> Mapping[int, Tensor]: ...
-    @property
-    def runs(self) -> Sequence[Run]: ...
+from tlt_engine.training.records import DrawPolicy, Part, Piece, Record, Rows, fill_up, groups, long_threshold
 
 
 class HiddenStateBuffer:
@@ -62,7 +44,7 @@ class HiddenStateBuffer:
     def __init__(
         self, aux_layers: Sequence[int], num_layers: int, hidden_size: int, *, byte_budget: int,
         dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", capture: float = 1.0, seed: int = 0,
-        page_rows: int = 32, stage_rows: int = 1024,
+        page_rows: int = 64, stage_rows: int = 2048,
     ) -> None:
         if not 0 <= capture <= 1:
             raise refuse("capture", "a share of sequences in [0, 1]", capture, "0 is off, 1 is full")
@@ -78,6 +60,7 @@ class HiddenStateBuffer:
         self._stage_rows = stage_rows
         self._stage: Tensor | None = None
         self._staged: list[tuple[Record, int]] = []  # in the stage's order: whose rows, how many
+        self._staged_rows = 0
         self._open: dict[int, Record] = {}  # by seq_id
         self._parts: dict[int, list[Record]] = {}  # earlier records of an open sequence: rows between were never seen
         self._closed: dict[int, Record] = {}  # by uid, oldest first
@@ -110,7 +93,8 @@ class HiddenStateBuffer:
         """Keep the rows of one pass: committed tokens only, tensors valid until the next pass. A run that starts before
         the end of what is kept of its sequence was computed again and replaces it; one that starts behind it leaves
         a gap, and the sequence goes on in a record of its own."""
-        runs = [run for run in rows.runs if len(run.rows) and self.wants(run.seq_id)]
+        wanted = [run for run in rows.runs if self.capture == 1 or self.wants(run.seq_id)]
+        runs = [(run.seq_id, run.first, run.rows) for run in wanted if len(run.rows)]
         if runs:
             self._check(rows.hidden, runs)
             with self._lock:
@@ -164,14 +148,15 @@ class HiddenStateBuffer:
         model = source if isinstance(source, Transformer) else source.model
         kept = 0
         for done in prefill(model, token_lists, self.hidden_layers, max_rows=max_rows):
-            self._check(done.hidden, done.runs)
+            runs: list[Part] = [(run.seq_id, run.first, run.rows) for run in done.runs]
+            self._check(done.hidden, runs)
             with self._lock:
-                self._take(done.hidden, done.runs)
+                self._take(done.hidden, runs)
                 for seq_id, token_ids in done.ended:
                     record = self._open.pop(seq_id, None)
                     if record is not None:
                         self._close(record, token_ids)
-            kept += sum(len(run.rows) for run in done.runs)
+            kept += sum(len(rows) for _, _, rows in runs)
         return kept
 
     # ---------------------------------------------------------------- the trainer's side
@@ -239,7 +224,7 @@ class HiddenStateBuffer:
             return {
                 **self._counts, "policy": self._policies[-1], "sequences": len(self._closed),
                 "pairs": sum(r.pairs for r in self._closed.values()), "open_sequences": len(self._open),
-                "kept_rows": sum(r.rows for r in kept), "staged_rows": sum(count for _, count in self._staged),
+                "kept_rows": sum(r.rows for r in kept), "staged_rows": self._staged_rows,
                 "bytes": self._arena.bytes, "used_bytes": self._arena.used_pages * self._arena.page_bytes,
             }
 
@@ -253,6 +238,7 @@ class HiddenStateBuffer:
                 assert len(r.pages) == -(-stored // self._arena.page_rows), f"{len(r.pages)} pages for {stored} rows"
                 assert r.staged == sum(count for owner, count in self._staged if owner is r), "staged rows differ"
                 assert r.tokens is None or len(r.tokens) == r.rows, "a row without its token"
+            assert self._staged_rows == sum(count for _, count in self._staged), "staged rows differ"
             self._arena.check([page for r in records for page in r.pages])
         lost = ("replaced_rows", "dropped_rows", "trimmed_rows", "cut_rows", "unpaired_rows")
         accounted = stats["kept_rows"] + sum(stats[name] for name in lost)
@@ -261,31 +247,34 @@ class HiddenStateBuffer:
 
     # ---------------------------------------------------------------- within the lock
 
-    def _take(self, hidden: Mapping[int, Tensor], runs: Sequence[Run]) -> None:
-        parts = [[self._record_for(run.seq_id, run.first), len(run.rows)] for run in runs]
-        index = self._row_index(runs)
-        done = 0
-        while done < len(index):
-            at = sum(count for _, count in self._staged)
-            if at == self._stage_rows:
+    def _take(self, hidden: Mapping[int, Tensor], runs: list[Part]) -> None:
+        for group, count in groups(runs, self._stage_rows):
+            if self._staged_rows + count > self._stage_rows:
                 self._flush()
-                continue
-            count = min(len(index) - done, self._stage_rows - at)
-            self._gather(hidden, index[done : done + count], at)
-            self._note(parts, count)
-            done += count
+            records = [self._record_for(seq_id, first) for seq_id, first, _ in group]
+            self._gather(hidden, [rows for _, _, rows in group], count)
+            self._counts["taken_rows"] += count
+            self._staged_rows += count
+            for record, (_, _, rows) in zip(records, group):
+                now = len(rows)
+                self._staged.append((record, now))
+                if record.dead:  # dropped to make room while its own pass was being taken
+                    self._counts["dropped_rows"] += now
+                else:
+                    record.rows += now
+                    record.staged += now
 
     def _record_for(self, seq_id: int, first: int) -> Record:
-        record = self._open.get(seq_id)
-        if record is not None and record.rows == 0:  # all of it was dropped while open
-            record = None
+        record, policy = self._open.get(seq_id), len(self._policies) - 1
+        if record is not None and record.first + record.rows == first and record.policy == policy:
+            return record
         if record is not None and first < record.end:
             record = self._replace_from(seq_id, record, first)
-        if record is not None and first == record.end and record.policy == self._policy:
-            return record
-        if record is not None:
+            if record is not None and record.policy == policy:
+                return record
+        if record is not None:  # a gap, or another policy
             self._parts.setdefault(seq_id, []).append(record)
-        record = self._open[seq_id] = Record(self._next_uid(), seq_id, first, self._policy)
+        record = self._open[seq_id] = Record(self._next_uid(), seq_id, first, policy)
         return record
 
     def _replace_from(self, seq_id: int, record: Record, first: int) -> Record | None:
@@ -324,15 +313,9 @@ class HiddenStateBuffer:
         self._uid += 1
         return self._uid
 
-    def _row_index(self, runs: Sequence[Run]) -> Tensor:
-        if all(isinstance(run.rows, Tensor) for run in runs):
-            return torch.cat([torch.as_tensor(run.rows) for run in runs]).to(self.device)
-        index = torch.tensor([int(row) for run in runs for row in run.rows])
-        return index.pin_memory().to(self.device, non_blocking=True) if self._cuda else index
-
-    def _check(self, hidden: Mapping[int, Tensor], runs: Sequence[Run]) -> None:
-        if len({run.seq_id for run in runs}) < len(runs):
-            raise refuse("runs", "one run a sequence in a pass", [run.seq_id for run in runs], "join them")
+    def _check(self, hidden: Mapping[int, Tensor], runs: list[Part]) -> None:
+        if len({seq_id for seq_id, _, _ in runs}) < len(runs):
+            raise refuse("runs", "one run a sequence in a pass", [seq_id for seq_id, _, _ in runs], "join them")
         for layer in self.hidden_layers:
             value = hidden.get(layer)
             if value is None or value.dim() != 2 or value.shape[1] != self.hidden_size or value.dtype != self.dtype:
@@ -340,55 +323,41 @@ class HiddenStateBuffer:
                 raise refuse(f"hidden[{layer}]", f"{self.dtype} [R, {self.hidden_size}]", got,
                              "capture the buffer's hidden_layers of the model that it was built for")
 
-    def _gather(self, hidden: Mapping[int, Tensor], index: Tensor, at: int) -> None:
+    def _gather(self, hidden: Mapping[int, Tensor], rows: list[Sequence[int]], count: int) -> None:
         if self._stage is None:
             with torch.inference_mode(False):
                 shape = (len(self.hidden_layers), self._stage_rows, self.hidden_size)
                 self._stage = torch.empty(shape, dtype=self.dtype, device=self.device)
         if self._cuda:
             self._source_stream = torch.cuda.current_stream(self.device)
+        index = self._to_device(np.fromiter(chain.from_iterable(rows), np.int64, count))
+        at = self._staged_rows
         for i, layer in enumerate(self.hidden_layers):
-            torch.index_select(hidden[layer], 0, index, out=self._stage[i, at : at + len(index)])
+            torch.index_select(hidden[layer], 0, index, out=self._stage[i, at : at + count])
 
-    def _note(self, parts: list[list[Any]], count: int) -> None:
-        """The next `count` staged rows belong to the heads of `parts`, which lose them."""
-        self._counts["taken_rows"] += count
-        while count:
-            record, left = parts[0]
-            now = min(left, count)
-            self._staged.append((record, now))
-            if record.dead:  # dropped while its own pass was being taken
-                self._counts["dropped_rows"] += now
-            else:
-                record.rows += now
-                record.staged += now
-            parts[0][1] -= now
-            count -= now
-            if parts[0][1] == 0:
-                parts.pop(0)
+    def _to_device(self, index: np.ndarray) -> Tensor:
+        host = torch.from_numpy(index)
+        return host.pin_memory().to(self.device, non_blocking=True) if self._cuda else host
 
     def _flush(self) -> None:
         """Staged rows, sorted by sequence, to their pages."""
         if not self._staged or self._stage is None:
             return
-        by_record: dict[Record, list[tuple[int, int]]] = {}
-        at = 0
-        for record, count in self._staged:
-            if not record.dead:
-                by_record.setdefault(record, []).append((at, count))
-            at += count
-        self._staged = []
-        order = [row for spans in by_record.values() for start, count in spans for row in range(start, start + count)]
-        if not order:
-            return
+        records = list(dict.fromkeys(record for record, _ in self._staged))
+        places = {record: i for i, record in enumerate(records)}
+        counts = np.array([count for _, count in self._staged])
+        owners = np.repeat(np.array([places[record] for record, _ in self._staged]), counts)
+        order = np.argsort(owners, kind="stable")
+        sizes = np.bincount(owners).tolist()
+        self._staged, self._staged_rows = [], 0
         if not self._cuda:
-            self._store(self._sorted(torch.tensor(order)), by_record)
+            self._store(self._sorted(self._to_device(order)), records, sizes)
             return
         with torch.cuda.stream(self._source_stream):
-            rows = self._sorted(torch.tensor(order).pin_memory().to(self.device, non_blocking=True))
+            rows = self._sorted(self._to_device(order))
         self._copy_stream.wait_stream(self._source_stream)
         with torch.cuda.stream(self._copy_stream):
-            self._store(rows, by_record)
+            self._store(rows, records, sizes)
             self._copied = torch.cuda.Event()
             self._copied.record()
         rows.record_stream(self._copy_stream)
@@ -398,19 +367,20 @@ class HiddenStateBuffer:
         assert self._stage is not None
         return self._stage.index_select(1, order).transpose(0, 1).reshape(len(order), self.width)
 
-    def _store(self, rows: Tensor, by_record: Mapping[Record, list[tuple[int, int]]]) -> None:
-        at, page_rows = 0, self._arena.page_rows
-        for record, spans in by_record.items():
-            count = sum(n for _, n in spans)
-            block, at = rows[at : at + count], at + count
-            while len(block) and not record.dead:
+    def _store(self, rows: Tensor, records: list[Record], sizes: list[int]) -> None:
+        """rows: those of each record one behind the other, `sizes` of them; those of dropped ones are passed over."""
+        page_rows = self._arena.page_rows
+        for record, block in zip(records, rows.split(sizes)):
+            done = 0
+            while done < len(block) and not record.dead:
                 offset = (record.rows - record.staged) % page_rows
                 if not (self._grow(record) if offset == 0 else self._own_last_page(record)):
                     break
-                now = min(len(block), page_rows - offset)
-                self._arena.page(record.pages[-1])[offset : offset + now].copy_(block[:now], non_blocking=True)
+                now = min(len(block) - done, page_rows - offset)
+                page = self._arena.page(record.pages[-1])
+                page[offset : offset + now].copy_(block[done : done + now], non_blocking=True)
                 record.staged -= now
-                block = block[now:]
+                done += now
 
     def _own_last_page(self, record: Record) -> bool:
         """A partial page that is shared is copied before it is written to. False as `_grow`."""
@@ -502,26 +472,10 @@ class HiddenStateBuffer:
             pool = [r for r in self._closed.values() if r.policy >= oldest]
             least = long_threshold(pool, policy, self._policy)
             long = [r for r in pool if r.rows >= least]
-            rng.shuffle(long)
-            pieces = _fill_up([], long, int(policy.long_share * rows), policy.max_rows, rng)
-            taken = {id(piece.record) for piece in pieces}
-            rest = [r for r in pool if id(r) not in taken]
-            rng.shuffle(rest)
-            pieces = _fill_up(pieces, rest, rows, policy.max_rows, rng)
+            pieces = fill_up([], long, int(policy.long_share * rows), policy.max_rows, rng)
+            taken = {piece.record.uid for piece in pieces}
+            rest = [r for r in pool if r.uid not in taken]
+            pieces = fill_up(pieces, rest, rows, policy.max_rows, rng)
             for piece in pieces:
                 piece.record.readers += 1
             return pieces
-
-
-def _fill_up(pieces: list[Piece], records: Sequence[Record], rows: int, most: int, rng: random.Random) -> list[Piece]:
-    """`pieces` and more of them from `records`, `rows` rows together at most; a piece has at least two."""
-    left = rows - sum(piece.rows for piece in pieces)
-    out = list(pieces)
-    for record in records:
-        if left < 2:
-            break
-        size = min(record.rows, left, most)
-        least = max(record.context + 1 - size, 0)  # a window of context alone would teach nothing
-        out.append(Piece(record, rng.randint(least, record.rows - size), size))
-        left -= size
-    return out

@@ -1,11 +1,37 @@
-"""What the hidden-state buffer keeps of one sequence. Knows neither devices nor models."""
+"""What the hidden-state buffer is given, what it keeps of one sequence, and which of them a draw takes. Knows neither
+devices nor models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
+
+
+class Run(Protocol):
+    """speculation.hidden.HiddenRun: consecutive positions of one sequence."""
+
+    @property
+    def seq_id(self) -> int: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def rows(self) -> Sequence[int]: ...
+
+
+class Rows(Protocol):
+    """speculation.hidden.HiddenRows: what one pass computed of committed tokens."""
+
+    @property
+    def hidden(self) -> Mapping[int, Tensor]: ...
+    @property
+    def runs(self) -> Sequence[Run]: ...
+
+
+Part = tuple[int, int, Sequence[int]]  # seq_id, first position, rows of the pass
 
 
 @dataclass(eq=False)
@@ -90,3 +116,38 @@ def long_threshold(records: Sequence[Record], policy: DrawPolicy, current: int) 
         return policy.long_rows
     lengths = sorted(r.rows for r in records if r.policy < current) or sorted(r.rows for r in records)
     return lengths[min(-(-9 * len(lengths) // 10), len(lengths) - 1)] if lengths else 0
+
+
+def groups(runs: list[Part], most: int) -> Iterator[tuple[list[Part], int]]:
+    """Groups of at most `most` rows, longer runs cut in pieces; with the rows of each."""
+    group: list[Part] = []
+    count = 0
+    for seq_id, first, rows in runs:
+        at = 0
+        while at < len(rows):
+            if count == most:
+                yield group, count
+                group, count = [], 0
+            piece = rows[at : at + most - count] if at or len(rows) > most - count else rows
+            group.append((seq_id, first + at, piece))
+            count += len(piece)
+            at += len(piece)
+    if group:
+        yield group, count
+
+
+def fill_up(pieces: list[Piece], records: list[Record], rows: int, most: int, rng: random.Random) -> list[Piece]:
+    """`pieces` and more of them from `records` (in random order), `rows` rows together at most, two at least each."""
+    left = rows - sum(piece.rows for piece in pieces)
+    out = list(pieces)
+    for i in range(len(records)):
+        if left < 2:
+            break
+        other = rng.randrange(i, len(records))  # a shuffle that goes no further than it has to
+        records[i], records[other] = records[other], records[i]
+        record = records[i]
+        size = min(record.rows, left, most)
+        least = max(record.context + 1 - size, 0)  # a window of context alone would teach nothing
+        out.append(Piece(record, rng.randint(least, record.rows - size), size))
+        left -= size
+    return out
