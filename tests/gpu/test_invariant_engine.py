@@ -101,11 +101,6 @@ def test_scores_are_the_logged_bits() -> None:
         assert engine.score(prompt, ids, SamplingParams(temperature=1.0)) == logprobs
 
 
-def test_flashinfer_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"prefill_backend: expected 'auto' or 'triton' with batch_invariant"):
-        engine_of(prefill_backend="flashinfer")
-
-
 def test_sibling_the_default_mode_fails_the_check() -> None:
     expected = bits_of(engine_of(invariant=False))
     drafter = ReplayDrafter(continuations(expected), depth=7)
