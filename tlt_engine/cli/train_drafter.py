@@ -92,7 +92,7 @@ def run(
     if as_json:
         show.print_json(report)
         return
-    measured = f"{lengths[0]:.2f} with the first drafts, {lengths[-1]:.2f} with the last" if lengths else "one round only"
+    measured = f"{lengths[0]:.2f} with the first drafts, {lengths[-1]:.2f} with the last" if lengths else "one round"
     show.print_pairs("drafter", {
         "folder": str(out), "optimiser steps": f"{report['steps']:,} in {report['minutes']:.1f} min",
         "accept length (bonus included)": measured, "weights": f"{report['parameters']:,}",
