@@ -132,8 +132,9 @@ def invariant_attention() -> None:
     from tests.kernels.attention_cases import make_case
 
     requests = [(300, 7, False), (0, 20, True), (65, 1, False), (130, 33, False)]
-    for dtype in (torch.bfloat16, torch.float32):
-        run(make_case(requests, heads=8, kv_heads=2, head_dim=128, page=16, dtype=dtype).to("cuda"))
+    kinds = (("cuda", torch.bfloat16, 128), ("cuda", torch.float16, 64), ("triton", torch.float32, 128))
+    for kernels, dtype, dim in kinds:
+        run(make_case(requests, heads=8, kv_heads=2, head_dim=dim, page=16, dtype=dtype).to("cuda"), kernels)
 
 
 def elementwise() -> None:

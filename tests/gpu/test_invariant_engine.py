@@ -107,15 +107,15 @@ def test_sibling_the_default_mode_fails_the_check() -> None:
     assert bits_of(engine_of(drafter=drafter, invariant=False)) != expected
 
 
-def test_sibling_one_default_product_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sibling_products_by_cublas_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from tlt_kernels.linear import linear
 
     from tlt_engine.models import cuda_pass
 
-    def forgetful(*args: Any, **kwargs: Any) -> Any:
-        return linear(*args, **{**kwargs, "invariant": kwargs.get("invariant") and not kwargs.get("silu_mul")})
+    def cublas(*args: Any, **kwargs: Any) -> Any:
+        return linear(*args, **{**kwargs, "invariant": False, "backend": "reference"})
 
-    monkeypatch.setattr(cuda_pass, "linear", forgetful)
+    monkeypatch.setattr(cuda_pass, "linear", cublas)
     expected = bits_of(engine_of())
     drafter = ReplayDrafter(continuations(expected), depth=7)
     assert bits_of(engine_of(drafter=drafter)) != expected

@@ -1,4 +1,4 @@
-"""csrc/cuda/invariant_attention.cuh and invariant_plan.cu compiled for the CPU on emulated.h, called through ctypes.
+"""csrc/cuda/invariant_*.cuh and invariant_plan.cu compiled for the CPU on emulated.h, called through ctypes.
 
 Knows what of these files belongs to a GPU (inline assembly, launches) and takes it out; the rest is compiled as it is.
 """
@@ -55,13 +55,22 @@ def without(text: str, start: str, end: str) -> str:
     return text[:first] + text[text.index(end, first) :]
 
 
+def attention_text() -> str:
+    """invariant_attention.cuh with the files of its own that it includes."""
+    names, text = [f"invariant_{part}.cuh" for part in ("stream", "attend", "chunk", "attention")], ""
+    for name in names:
+        lines = (CSRC / name).read_text().splitlines(keepends=True)
+        ours = [f'#include "{other}"\n' for other in (*names, "attention_common.cuh")]
+        text += "".join(line for line in lines if line not in (*ours, "#pragma once\n"))
+    return '#pragma once\n#include "emulated.h"\n' + text
+
+
 def sources(changes: dict[str, str] | None = None) -> dict[str, str]:
     """Files to compile. changes: of the attention kernels, old text to new, for tests that break them."""
-    attention = (CSRC / "invariant_attention.cuh").read_text()
+    attention = attention_text()
     for old, new in (changes or {}).items():
-        assert old in attention, f"{old!r} is not in invariant_attention.cuh any more"
+        assert old in attention, f"{old!r} is not in csrc/cuda/invariant_*.cuh any more"
         attention = attention.replace(old, new)
-    attention = attention.replace('#include "attention_common.cuh"', '#include "emulated.h"')
     attention = without(attention, "__device__ __forceinline__ void load_matrix(", "// What a thread holds")
     attention = re.sub(
         r"extern __shared__ __align__\(128\) unsigned char (\w+)\[\];",
