@@ -1,0 +1,355 @@
+"""The learned drafter: from zero on its target's own rollouts, behind a policy that moves, and what it costs.
+
+    python -m bench.drafter train   [MODEL] [--minutes 10] [--out DIR]   # accept length by mode, on test questions
+    python -m bench.drafter shift   [MODEL] --drafter FOLDER [--seeds 3] # lost, and won back, when the target moves
+    python -m bench.drafter capture swap packing checkpoint              # one GPU: the geometry of Qwen2.5-7B
+
+MODEL: a folder or 'demo' (SmolLM2-135M-Instruct). Prompts: reasoning-gym products, chain_sum and gsm_symbolic, training
+and test questions disjoint by their text. train writes the drafter to DIR/drafter for `shift` and bench.acceptance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.acceptance import measure, profile_of
+from bench.results import record
+from tlt_engine import EngineConfig, RolloutEngine, SamplingParams, SpeculationConfig
+from tlt_engine.cli.tasks import chat
+from tlt_engine.cli.train_drafter import Settings, draw, train
+from tlt_engine.models import load_model
+from tlt_engine.models.eagle import EagleConfig, EagleModel
+from tlt_engine.models.loader import LoadedModel
+
+COMMAND = "python -m bench.drafter"
+TASKS: dict[str, dict[str, int]] = {
+    "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
+    "gsm_symbolic": {},
+}
+LOST, WON_BACK_S = 0.4, 60.0  # accept length a shift must cost; seconds of training to win it back
+GEOMETRY = {"geometry": "Qwen2.5-7B", "dtype": "bf16", "draft_vocab": 32000}
+
+
+def keep(
+    out: Path | None, part: str, metric: str, value: float, unit: str, params: dict[str, Any], **more: Any
+) -> None:
+    print(f"{metric} {params}: {value:.5g} {unit}", flush=True)
+    record("drafter", metric, value, unit, params, command=f"{COMMAND} {part}", folder=out, **more)
+
+
+# ---------------------------------------------------------------- questions
+
+
+def questions(train_each: int, test_each: int, seed: int) -> tuple[list[Any], list[Any], dict[str, int]]:
+    """(training prompts, test prompts, distinct counts). Item i of a dataset is drawn from Random(seed + i), so one
+    dataset a task, repeated questions dropped, cut in two."""
+    from reasoning_gym import create_dataset
+
+    train_part: list[list[Any]] = []
+    test_part: list[Any] = []
+    for name, settings in TASKS.items():
+        wanted = train_each + test_each
+        dataset = create_dataset(name, size=3 * wanted, seed=seed, **settings)
+        texts = list(dict.fromkeys(entry["question"] for entry in dataset))
+        if len(texts) < wanted:
+            raise ValueError(f"{name}: expected {wanted} distinct questions, got {len(texts)}; ask for fewer")
+        train_part.append([chat(t) for t in texts[:train_each]])
+        test_part.extend(chat(t) for t in texts[train_each:wanted])
+    mixed = [prompt for group in zip(*train_part) for prompt in group]  # every batch has all tasks
+    return mixed, test_part, {"train_questions": len(mixed), "test_questions": len(test_part)}
+
+
+def engine_for(loaded: LoadedModel, drafter: EagleModel, profile: str, batch: int) -> RolloutEngine:
+    model = loaded.model
+    spec = SpeculationConfig(method="learned", profile=profile_of(profile), min_chance=0.0)
+    return RolloutEngine(
+        loaded, EngineConfig(dtype=str(model.dtype).removeprefix("torch."), device=model.device.type,
+                             max_num_seqs=batch, speculation=spec), drafter=drafter,
+    )
+
+
+def fresh(loaded: LoadedModel, seed: int, draft_vocab: int | None = None) -> EagleModel:
+    model = EagleModel(EagleConfig.for_target(loaded.config, draft_vocab_size=draft_vocab), dtype=loaded.model.dtype,
+                       device=loaded.model.device)
+    model.initialise(torch.Generator().manual_seed(seed))
+    return model
+
+
+# ---------------------------------------------------------------- from zero
+
+
+def part_train(args: argparse.Namespace, out: Path | None) -> None:
+    loaded = load_model(args.model, dtype=args.dtype, device=args.device)
+    asked, test, counts = questions(args.train_each, args.test_each, args.seed)
+    drafter = fresh(loaded, args.seed)
+    engine = engine_for(loaded, drafter, "5_4_16", args.batch)
+    settings = Settings(
+        minutes=args.minutes, batch=args.batch // args.n, n=args.n, temperature=1.0, max_tokens=args.max_tokens,
+        profile=profile_of("5_4_16"), draft_vocab=None, learning_rate=args.learning_rate, train_share=args.train_share,
+        seed=args.seed,
+    )
+    rounds = []
+    for done in train(engine, asked, settings):
+        rounds.append(done)
+        print(done, flush=True)
+    trained = engine.drafter.model  # type: ignore[union-attr]
+    folder = (out or Path("out")) / "drafter"
+    from tlt_engine.models.eagle_checkpoint import export_drafter
+
+    export_drafter(trained, folder, to="sglang")
+    draw(folder.parent / "drafter.png", rounds)
+    where = {"model": args.model, "dtype": args.dtype, "tasks": sorted(TASKS), **counts}
+    keep(out, "train", "train.minutes", rounds[-1].minutes, "min", where | {"steps": rounds[-1].steps})
+    for profile in args.profiles.split(","):
+        found = {}
+        for mode in ("topk", "shared", "merged", "suffix"):
+            m = found[mode] = measure(
+                loaded, trained, test, mode, profile_of(profile), 1.0, n=args.n, max_tokens=args.max_tokens,
+                seed=args.seed + 1, batch=args.batch,
+            )
+            p = profile_of(profile)
+            keep(out, "train", "accept_length", m.pooled, "tokens a pass",
+                 where | {"temperature": 1.0, "mode": mode, "D": p.depth, "K": p.top_k, "V": p.verify})
+            print(f"  by depth {[round(x, 3) for x in m.per_position]}, by position {m.by_position}", flush=True)
+        keep(out, "train", "accept.shared_vs_topk", found["shared"].pooled / found["topk"].pooled, "x",
+             where | {"temperature": 1.0, "V": profile_of(profile).verify})
+
+
+# ---------------------------------------------------------------- behind a moving policy
+
+
+def part_shift(args: argparse.Namespace, out: Path | None) -> None:
+    """Fine-tune the target on other text until the drafter has lost LOST; then train it for WON_BACK_S on rollouts of
+    the new policy. The frozen drafter is the one that was not trained again."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tlt_engine.models.eagle_checkpoint import load_drafter
+
+    source = args.model
+    if source == "demo":
+        from tlt_engine.models.gguf import demo_model
+
+        source = str(demo_model())
+    asked, test, counts = questions(args.train_each, args.test_each, args.seed)
+    profile = profile_of("5_4_16")
+    shares = []
+    for seed in range(args.seeds):
+        loaded = load_model(source, dtype=args.dtype, device=args.device)
+        drafter = load_drafter(args.drafter, loaded.model)
+        accept = partial(_accept_length, loaded, test, args, seed)
+        before = accept(drafter)
+        policy = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(args.device)
+        frozen = partial(accept, drafter)
+        after = before - _move(policy, AutoTokenizer.from_pretrained(source), loaded, frozen, before, seed)
+        engine = engine_for(loaded, drafter, "5_4_16", args.batch)
+        settings = Settings(
+            minutes=WON_BACK_S / 60, batch=args.batch // args.n, n=args.n, temperature=1.0,
+            max_tokens=args.max_tokens, profile=profile, draft_vocab=None, learning_rate=args.learning_rate,
+            train_share=args.train_share, seed=seed,
+        )
+        for done in train(engine, asked, settings, fresh=False):
+            print(done, flush=True)
+        recovered = accept(engine.drafter.model)  # type: ignore[union-attr]
+        shares.append((recovered - after) / (before - after))
+        where = {"model": args.model, "seed": seed, **counts}
+        for stage, value in (("before", before), ("frozen", after), ("recovered", recovered)):
+            keep(out, "shift", "shift.accept_length", value, "tokens a pass", where | {"stage": stage})
+    where = {"model": args.model, "seeds": args.seeds}
+    keep(out, "shift", "shift.recovered_share", statistics.median(shares), "", where,
+         spread=[min(shares), max(shares)], runs=args.seeds)
+
+
+def _accept_length(
+    loaded: LoadedModel, test: Sequence[Any], args: argparse.Namespace, seed: int, model: EagleModel
+) -> float:
+    return measure(loaded, model, test, "shared", profile_of("5_4_16"), 1.0, n=2, max_tokens=args.max_tokens,
+                   seed=args.seed + 7 * seed, batch=args.batch).pooled
+
+
+def _move(policy: Any, tokenizer: Any, loaded: LoadedModel, accept: Any, before: float, seed: int) -> float:
+    """Language modelling on the source text of Python's own library, step by step, until it costs the drafter enough.
+    Returns how much it lost."""
+    text = "\n".join(p.read_text(errors="ignore") for p in sorted(Path(statistics.__file__).parent.glob("[a-m]*.py")))
+    ids = torch.tensor(tokenizer(text[: 2_000_000])["input_ids"])
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-5)
+    lost = 0.0
+    for step in range(1, 401):
+        starts = torch.randint(0, len(ids) - 257, (8,), generator=generator)
+        batch = torch.stack([ids[s : s + 257] for s in starts]).to(policy.device)
+        loss = policy(batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 10 == 0:
+            loaded.model.load_weights(policy)
+            lost = before - accept()
+            print(f"  {step} steps of fine-tuning: loss {loss.item():.2f}, accept length lost {lost:.2f}", flush=True)
+            if lost >= LOST:
+                return lost
+    raise RuntimeError(f"shift: expected the drafter to lose {LOST} within 400 steps, it lost {lost:.2f}")
+
+
+# ---------------------------------------------------------------- costs
+
+
+def part_capture(args: argparse.Namespace, out: Path | None) -> None:
+    """Step time with the buffer recording everything, over without."""
+    from bench.decode import MODEL, build, qwen_7b, step_times
+    from tlt_engine.training.buffer import HiddenStateBuffer
+
+    loaded = qwen_7b()
+    shape = EagleConfig.for_target(loaded.config)
+    for batch in (1, 8, 32):
+        medians = []
+        for recording in (False, True):
+            engine = build(loaded, batch)
+            if recording:
+                engine.record_hidden(HiddenStateBuffer(
+                    shape.aux_layers, loaded.config.num_layers, shape.target_hidden_size, byte_budget=4 * 2**30,
+                    dtype=loaded.model.dtype, device=loaded.model.device,
+                ))
+            medians.append(step_times(engine, batch, 1.0).median)
+        keep(out, "capture", "capture.overhead", medians[1] / medians[0] - 1, "", MODEL | {"batch": batch})
+
+
+def part_swap(args: argparse.Namespace, out: Path | None) -> None:
+    """RolloutEngine.update_drafter in the middle of a rollout: how long the step loop stands still."""
+    from bench.decode import qwen_7b
+
+    loaded = qwen_7b()
+    drafter = fresh(loaded, 0, 32000)
+    engine = engine_for(loaded, drafter, "5_1_6", 8)
+    for i in range(8):
+        engine.add_request(list(range(1, 129)), SamplingParams(max_tokens=400, seed=i, ignore_eos=True))
+    for _ in range(8):
+        engine.step()
+    pinned = {n: t.detach().cpu().pin_memory() for n, t in fresh(loaded, 1, 32000).named_tensors()}
+    sources: dict[str, Any] = {"device": fresh(loaded, 1, 32000), "pinned host": pinned}
+    for kind, source in sources.items():
+        times = []
+        for _ in range(9):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            engine.update_drafter(source)
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - begin) * 1e3)
+            engine.step()
+        keep(out, "swap", "swap.stall_ms", statistics.median(times), "ms", GEOMETRY | {"from": kind},
+             spread=[min(times), max(times)], runs=len(times))
+
+
+def part_packing(args: argparse.Namespace, out: Path | None) -> None:
+    """Samples a second of training on a long-tail mix of lengths, packed, over batches padded to their longest."""
+    from tlt_engine.training.buffer import HiddenStateBuffer
+    from tlt_engine.training.trainer import DrafterTrainer, TrainerConfig
+
+    loaded = load_model(args.model, dtype=args.dtype, device=args.device)
+    generator = torch.Generator().manual_seed(0)
+    lengths = (torch.randn(256, generator=generator) * 1.0 + 4.3).exp().clamp(8, 1024).long().tolist()
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    padded = [max(lengths[i] for i in order[k : k + 16]) for k in range(0, len(order), 16) for _ in order[k : k + 16]]
+    rates = {}
+    for name, mix in (("packed", lengths), ("padded", padded)):
+        drafter = fresh(loaded, 0).bind(loaded.model)
+        buffer = HiddenStateBuffer(
+            drafter.config.aux_layers, loaded.config.num_layers, loaded.config.hidden_size, byte_budget=8 * 2**30,
+            dtype=loaded.model.dtype, device=loaded.model.device,
+        )
+        buffer.fill(loaded.model, [torch.randint(0, loaded.config.vocab_size, (n,), generator=generator).tolist()
+                                   for n in mix])
+        trainer = DrafterTrainer(drafter, buffer, TrainerConfig(micro_rows=args.micro_rows))
+        for _ in range(2):
+            trainer.step()
+        reports = [trainer.step() for _ in range(args.steps)]
+        rows = sum(r["tokens"] for r in reports) / sum(r["elapsed_ms"] for r in reports) * 1e3
+        rates[name] = rows / statistics.fmean(mix)  # whole samples: a draw cuts the last one to fit
+    where = {"model": args.model, "dtype": args.dtype, "mix": "lognormal(4.3, 1), 8 to 1024", "padded_batch": 16,
+             "micro_rows": args.micro_rows}
+    keep(out, "packing", "packing.samples_per_s", rates["packed"], "samples/s", where)
+    keep(out, "packing", "packing.speedup", rates["packed"] / rates["padded"], "x", where, runs=args.steps)
+
+
+def part_checkpoint(args: argparse.Namespace, out: Path | None) -> None:
+    """What a checkpoint keeps the training waiting for, over writing everything, embedding and head too, at once."""
+    from safetensors.torch import save_file
+
+    from bench.decode import qwen_7b
+    from tlt_engine.training.buffer import HiddenStateBuffer
+    from tlt_engine.training.checkpoint import CheckpointWriter
+    from tlt_engine.training.trainer import DrafterTrainer
+
+    loaded = qwen_7b() if args.device == "cuda" else load_model(args.model, dtype=args.dtype)
+    drafter = fresh(loaded, 0, min(32000, loaded.config.vocab_size)).bind(loaded.model)
+    buffer = HiddenStateBuffer(
+        drafter.config.aux_layers, loaded.config.num_layers, loaded.config.hidden_size, byte_budget=2**28,
+        dtype=loaded.model.dtype, device=loaded.model.device,
+    )
+    trainer = DrafterTrainer(drafter, buffer)
+    with tempfile.TemporaryDirectory() as folder:
+        writer = CheckpointWriter(folder)
+        stalls = []
+        for _ in range(4):
+            stalls.append(trainer.save(writer))
+            writer.wait()
+        tensors, _ = trainer.state()
+        whole = {**tensors, "embed": loaded.model.weights.embed, "lm_head": loaded.model.weights.head}
+        begin = time.perf_counter()
+        save_file({n: t.detach().cpu().clone() for n, t in whole.items()}, Path(folder) / "whole.safetensors")
+        with open(Path(folder) / "whole.safetensors", "rb") as file:
+            os.fsync(file.fileno())
+        full = time.perf_counter() - begin
+    where = GEOMETRY if args.device == "cuda" else {"model": args.model, "dtype": args.dtype}
+    keep(out, "checkpoint", "checkpoint.stall_ratio", statistics.median(stalls[1:]) / full, "", where, runs=3,
+         spread=[min(stalls[1:]) / full, max(stalls[1:]) / full])
+    keep(out, "checkpoint", "checkpoint.stall_ms", statistics.median(stalls[1:]) * 1e3, "ms", where, runs=3)
+
+
+PARTS = {
+    "train": part_train, "shift": part_shift, "capture": part_capture, "swap": part_swap, "packing": part_packing,
+    "checkpoint": part_checkpoint,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=PARTS)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--drafter", type=Path)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--profiles", default="5_8_32")
+    parser.add_argument("--train-each", type=int, default=400, help="training questions a task")
+    parser.add_argument("--test-each", type=int, default=24, help="test questions a task")
+    parser.add_argument("--batch", type=int, default=128, help="samples at once")
+    parser.add_argument("--n", type=int, default=4, help="samples a prompt")
+    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--train-share", type=float, default=2.0)
+    parser.add_argument("--micro-rows", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    if "shift" in args.parts and args.drafter is None:
+        sys.exit("shift: --drafter FOLDER, as `train` writes it to OUT/drafter")
+    for part in args.parts:
+        PARTS[part](args, args.out)
+
+
+if __name__ == "__main__":
+    main()
