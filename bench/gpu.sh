@@ -17,7 +17,7 @@ bench() { # NAME SECONDS LINES MODULE ARGUMENTS...: as `part`, within what is le
   part "$name" $((limit < left ? limit : left)) "$lines" python3 -m "$@" --out "$out"
 }
 start_build "$out/build.log"
-tests="python3 -m pytest --tb=line -p no:warnings --maxfail=15"
+tests="env OMP_NUM_THREADS=1 python3 -m pytest --tb=line -p no:warnings --maxfail=15"
 alone="released or out_of_memory or share_no_pool or random_switches"
 if wanted tests; then
   part triton_tests 90 3 $tests tests/gpu/test_elementwise.py -n 12 # needs no build
@@ -33,7 +33,7 @@ bench ops 40 11 bench.kernels --only ops
 bench decode 100 18 bench.decode --only plain,verify --batches 1,8,64 --cases 1x32,8x16
 bench prefill 60 6 bench.prefill
 if [ -n "${SMOLLM2:-}" ]; then bench smollm2 60 16 bench.smollm2_gpu compare "$SMOLLM2"; fi
-if [ -f bench/invariance.py ]; then bench invariance 60 14 bench.invariance; fi
+if [ -f bench/invariance.py ]; then bench invariance 130 40 bench.invariance; fi
 bench sampler 40 20 bench.kernels_sampler
 bench linear 40 16 bench.kernels_linear --rows 1 16 64
 left=$((total - SECONDS))
