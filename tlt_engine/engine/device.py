@@ -376,5 +376,9 @@ class DeviceRunner(ModelRunner):
             self._graphs.release()
             torch.cuda.empty_cache()
 
+    def graph_buffers(self) -> list[Tensor]:
+        """Where graphs leave their results. Addresses are in the graphs: release those first."""
+        return [*([self._logits] if self._graphs is not None else []), *self._hidden.values()]
+
     def graph_report(self) -> dict[str, Any] | None:
         return None if self._graphs is None else self._graphs.report()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tlt_engine.config import EngineConfig, SamplingParams, refuse
@@ -31,6 +32,8 @@ from tlt_engine.speculation.drafter import Drafter
 from tlt_engine.speculation.hidden import HiddenRecorder
 from tlt_engine.speculation.learned import EagleDrafter
 
+LOOK_AGAIN_S = 0.1  # at a halted engine: weights shared with another one become whole there, which nobody tells us
+
 
 class RolloutEngine(Resident):
     """model: a Hugging Face folder, an in-memory transformers model (weights are copied), or a LoadedModel.
@@ -44,6 +47,8 @@ class RolloutEngine(Resident):
     noticed by the others at their next step and handled as if it were their own. It must not run while another thread
     is inside a step of one of them."""
 
+    @torch.inference_mode(False)  # tensors of an inference mode could not be updated outside of it
+    @torch.no_grad()
     def __init__(
         self, model: Any, config: EngineConfig | None = None, *, tokenizer: Any = None,
         drafter: Drafter | EagleModel | str | Path | None = None,
@@ -257,6 +262,7 @@ class RolloutEngine(Resident):
         drafter_versions."""
         with self._lock:
             self._refuse_inside_step("update_drafter")
+            self._refuse_without_memory("update_drafter", "drafter")
             drafter = self._core.drafter
             if not isinstance(drafter, EagleDrafter):
                 raise refuse("update_drafter", "an engine with SpeculationConfig(method='learned')",
@@ -291,6 +297,7 @@ class RolloutEngine(Resident):
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Pages in use stay with their samples; update_weights does this by itself."""
         with self._lock:
+            self._refuse_inside_step("reset_prefix_cache")
             if self._prefix is not None:
                 self._prefix.reset()
 
@@ -343,11 +350,12 @@ class RolloutEngine(Resident):
         """fp32 [V]: the target's unmodified logits after token_ids, in one plain pass with its own KV. For checks."""
         from tlt_engine.engine.equality import plain_logits
 
-        self._refuse_halted("next_logits")
         ids = check_ids(token_ids, self.model_config.vocab_size, "token_ids")
         if len(ids) > (limit := self.model.max_model_len):
             raise refuse("token_ids", f"at most max_model_len = {limit} ids", len(ids), "shorten them")
-        return plain_logits(self.model, ids)
+        with self._lock:  # nobody takes the weights away meanwhile
+            self._refuse_halted("next_logits")
+            return plain_logits(self.model, ids)
 
     # ---------------------------------------------------------------- inside
 
@@ -427,6 +435,8 @@ class RolloutEngine(Resident):
                 self._core.add(self._intake.audit(sample))
         request = sample.request
         request.unfinished -= 1
+        if not request.unfinished:
+            self._may_run.notify_all()  # its caller may be waiting for an engine that is halted
         if not request.unfinished and self._in_flight(request):
             del self._requests[request.request_id]
             if not request.owned_by_call:
@@ -448,14 +458,15 @@ class RolloutEngine(Resident):
                 self._core.end(sample, Stop("abort"))
 
     def _run_to_end(self, requests: Seq[Request], use_tqdm: bool) -> list[RequestOutput]:
-        bar = _progress_bar(requests) if use_tqdm else None
+        bar = None
         try:
+            bar = _progress_bar(requests) if use_tqdm else None
             while True:
                 with self._lock:
                     if not any(self._in_flight(r) for r in requests) and not self._auditing:
                         return [r.to_output(self._weights) for r in requests]
                     if self._halted() is not None:
-                        self._may_run.wait()
+                        self._may_run.wait(LOOK_AGAIN_S)
                         continue
                     self._step()
                 if bar is not None:

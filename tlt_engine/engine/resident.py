@@ -6,22 +6,24 @@ Knows no prompts and no outputs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from tlt_engine.config import EngineConfig, refuse
 from tlt_engine.engine.core import EngineCore
-from tlt_engine.engine.sample import CallInsideStep
+from tlt_engine.engine.sample import CallInsideStep, Request
 from tlt_engine.engine.sleep import Storages
 from tlt_engine.engine.stops import Stop
 from tlt_engine.engine.weight_stream import WeightStream, check_dtypes
 from tlt_engine.kvcache.prefix import PrefixCache
 from tlt_engine.models import LoadReport, Transformer
+from tlt_engine.speculation.learned import EagleDrafter
 
-TAGS = ("weights", "kv_cache")
+TAGS = {"weights": ("weights", "drafter"), "kv_cache": ("kv_cache",)}  # what each tag of wake_up wakes
 InFlight = Literal["recompute", "keep", "abort"]
 
 
@@ -37,11 +39,12 @@ class Resident:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._may_run = threading.Condition(self._lock)  # notified when a reason of _halted() goes away
+        self._may_run = threading.Condition(self._lock)  # notified: a reason of _halted() or a request has gone
         self._stepping = False
         self._paused = False
-        self._draining = False
-        self._asleep: dict[str, Storages] = {}  # by tag
+        self._draining = 0  # calls of pause_generation("wait") under way
+        self._asleep: dict[str, Storages] = {}  # "weights", "drafter", "kv_cache"
+        self._falling_asleep = False
         self._stream: WeightStream | None = None
         self._updates = 0
         self._loads = 0
@@ -67,6 +70,12 @@ class Resident:
     def weight_version(self) -> str:
         """The label of the weights that the next tokens are drawn under; a count until update_weights gives one."""
         return self._core.version
+
+    @property
+    def weights_usable(self) -> bool:
+        """Whether the target's weights are whole and on the device, and are to stay there. For who computes with them
+        besides the engine; without the lock: look again in the callback of before_work."""
+        return not self._falling_asleep and "weights" not in self._asleep and self.model.weights.invalid is None
 
     @property
     def _weights(self) -> str:
@@ -159,47 +168,66 @@ class Resident:
 
     def sleep(self, level: int = 1) -> None:
         """Give the device's memory back: weights (level 1: kept in host memory, pinned on CUDA; level 2: discarded, so
-        that waking needs a full update_weights), KV, CUDA graphs. Requests in flight stay queued and are recomputed
-        after wake_up. A model shared with another engine is refused: it would pull the weights from under that one."""
+        that waking needs a full update_weights), KV, CUDA graphs and their buffers, a learned drafter's weights (kept
+        on the host at both levels) and K and V. Requests in flight stay queued and are recomputed after wake_up. Asleep
+        in part, it falls asleep whole; level 2 drops an unfinished weight stream. A model shared with another engine is
+        refused: it would pull the weights from under that one. If the host has no memory the error is raised and no
+        value is lost; what sleeps by then (is_sleeping) wakes by wake_up."""
         if level not in (1, 2):
             raise refuse("level", "1 (weights kept on the host) or 2 (weights discarded)", level, "pick one")
         with self._lock:
             self._refuse_inside_step("sleep")
-            if self._asleep:
-                return
             if len(self.model.users) > 1:
                 raise refuse("sleep", "a model of this engine alone", f"{len(self.model.users)} engines on it",
                              "give each its own, or let the others go first")
-            self._announce_work()
-            core = self._core
-            core.forget_ahead()
-            core.scheduler.recompute_all()
-            if self._prefix is not None:
-                self._prefix.reset()
-            core.runner.release_graphs()
-            weights = Storages((*dict(self.model.named_weights()).values(), self.model.weights.head))
-            kv = Storages([core.runner.kv.data])
-            weights.offload(keep=level == 1)
-            kv.offload(keep=False)
-            self._asleep = {"weights": weights, "kv_cache": kv}
-            if level == 2:
-                self.model.weights.invalid = "sleep(2) discarded them"
-            if self.model.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._falling_asleep = True
+            try:
+                self._announce_work()
+                self._fall_asleep(level)
+            finally:
+                self._falling_asleep = False
+
+    def _fall_asleep(self, level: int) -> None:
+        core = self._core
+        core.forget_ahead()
+        core.scheduler.recompute_all()
+        if self._prefix is not None:
+            self._prefix.reset()
+        core.runner.release_graphs()
+        working = [core.runner.kv.data, *core.runner.graph_buffers()]
+        if isinstance(core.drafter, EagleDrafter):
+            core.drafter.target_changed(recomputed=True)
+            drafter, recomputed = core.drafter.device_tensors()
+            self._offload("drafter", drafter, keep=True)
+            working += recomputed
+        self._offload("weights", (*dict(self.model.named_weights()).values(), self.model.weights.head), level == 1)
+        if level == 2:
+            self._asleep["weights"].forget()
+            self.model.weights.invalid = "sleep(2) discarded them"
+            self._stream = None
+        self._offload("kv_cache", working, keep=False)
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _offload(self, part: str, tensors: Iterable[Tensor], keep: bool) -> None:
+        if part not in self._asleep:
+            storages = Storages(tensors)
+            storages.offload(keep=keep)
+            self._asleep[part] = storages
 
     def wake_up(self, tags: Seq[str] | None = None) -> None:
-        """Take the memory back: all of it, or what `tags` names ("weights", "kv_cache"), for a trainer that sends
-        weights before there is room for the KV. After sleep(1) the same tokens as before; CUDA graphs are captured
-        again at first use."""
-        wanted = TAGS if tags is None else tuple(tags)
+        """Take the memory back: all of it, or what `tags` names ("weights", a learned drafter's among them, and
+        "kv_cache"), for a trainer that sends weights before there is room for the KV. After sleep(1) the same tokens as
+        before; CUDA graphs are captured again at first use."""
+        wanted = tuple(TAGS if tags is None else tags)
         for tag in wanted:
             if tag not in TAGS:
-                raise refuse("tags", f"some of {TAGS}", tag, "leave it out")
+                raise refuse("tags", f"some of {tuple(TAGS)}", tag, "leave it out")
         with self._lock:
-            for tag in wanted:
-                if (storages := self._asleep.get(tag)) is not None:
+            for part in (part for tag in wanted for part in TAGS[tag]):
+                if (storages := self._asleep.get(part)) is not None:
                     storages.restore()  # out of memory: it stays asleep, and can be woken later
-                    del self._asleep[tag]
+                    del self._asleep[part]
             self._may_run.notify_all()
 
     @property
@@ -210,8 +238,8 @@ class Resident:
 
     def pause_generation(self, mode: Literal["abort", "wait", "keep"] = "keep", *, clear_cache: bool = False) -> None:
         """No step runs after this returns, until resume_generation. "abort": requests in flight end with what they
-        have. "wait": they run to their ends first. "keep": they stay where they are; calls of other threads wait.
-        clear_cache: forget cached prefixes too."""
+        have. "wait": they run to their ends first; requests that come meanwhile are held like those that come later.
+        "keep": they stay where they are; calls of other threads wait. clear_cache: forget cached prefixes too."""
         if mode not in ("abort", "wait", "keep"):
             raise refuse("mode", "'abort', 'wait' or 'keep'", mode, "pick one")
         with self._lock:
@@ -219,27 +247,32 @@ class Resident:
             if mode == "abort":
                 for sample in list(self._core.samples.values()):
                     self._core.end(sample, Stop("abort"))
-            elif mode == "wait":
-                self._drain()
-            self._paused = True
-            if clear_cache and self._prefix is not None:
-                self._prefix.reset()
+            requests = {id(s.request): s.request for s in self._core.samples.values()} if mode == "wait" else {}
+            self._draining += 1
+        try:
+            while not self._drained(requests, clear_cache):
+                pass  # without the lock: other threads' calls take their turns
+        finally:
+            with self._lock:
+                self._draining -= 1
 
     def resume_generation(self) -> None:
         with self._lock:
             self._paused = False
             self._may_run.notify_all()
 
-    def _drain(self) -> None:
-        """Other threads' calls take their turns in between; new ones are refused."""
-        self._draining = True
-        try:
-            while self._core.samples:
+    def _drained(self, requests: dict[int, Request], clear_cache: bool) -> bool:
+        """One step for these requests, or the pause if none of them is left."""
+        with self._lock:
+            if any(id(sample.request) in requests for sample in self._core.samples.values()):
                 if (reason := self._halted()) is not None:
                     raise EngineHalted(f"pause_generation: expected requests that can run to their ends, but {reason}")
                 self._step()
-        finally:
-            self._draining = False
+                return False
+            self._paused = True
+            if clear_cache and self._prefix is not None:
+                self._prefix.reset()
+            return True
 
     # ---------------------------------------------------------------- may it run?
 
@@ -261,9 +294,9 @@ class Resident:
         if reason is not None:
             raise EngineHalted(f"{method}: expected an engine that may run, but {reason}")
 
-    def _refuse_without_memory(self, method: str) -> None:
-        if "weights" in self._asleep:
-            raise EngineHalted(f"{method}: expected weights on the device, but the engine sleeps; call wake_up() first")
+    def _refuse_without_memory(self, method: str, part: str = "weights") -> None:
+        if part in self._asleep:
+            raise EngineHalted(f"{method}: expected {part} on the device, but the engine sleeps; call wake_up() first")
 
     def _refuse_inside_step(self, method: str) -> None:
         """A logits processor or a drafter runs in the middle of a step, whose work would be overtaken. Other threads

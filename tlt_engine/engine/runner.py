@@ -143,6 +143,10 @@ class ModelRunner:
     def release_graphs(self) -> None:
         """Nor to give back."""
 
+    def graph_buffers(self) -> list[Tensor]:
+        """Static results of graphs, for RolloutEngine.sleep."""
+        return []
+
     def graph_report(self) -> dict[str, Any] | None:
         return None
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 class Storages:
-    """The distinct storages behind some tensors. `offload` empties them, `restore` brings them back."""
+    """The distinct storages behind some tensors. `offload` empties them, `restore` brings them back. Either does all of
+    its work or, if it raises (no memory), none."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._held = {t.untyped_storage().data_ptr(): t for t in tensors if t.numel()}
@@ -30,25 +31,39 @@ class Storages:
         """keep: a copy in host memory (pinned on CUDA) is what `restore` brings back; else the values are gone."""
         if keep:
             self._copies = {key: _host_copy(_flat(t)) for key, t in self._held.items()}
-            for t in self._held.values():
-                if t.is_cuda:
-                    torch.cuda.synchronize(t.device)
-        for t in self._held.values():
-            t.untyped_storage().resize_(0)
+        self._empty()
+
+    def forget(self) -> None:
+        """The values that `offload` kept are gone."""
+        self._copies = None
 
     @torch.no_grad()
     def restore(self) -> None:
         """Values as before with keep=True, else zeros."""
-        for key, t in self._held.items():
-            t.untyped_storage().resize_(self._bytes[key])
-            if self._copies is None:
-                _flat(t).zero_()
-            else:
-                _flat(t).copy_(self._copies[key], non_blocking=True)
-        for t in self._held.values():
-            if t.is_cuda:
-                torch.cuda.synchronize(t.device)
+        try:
+            for key, t in self._held.items():
+                self._allocate(key)
+                if self._copies is None:
+                    _flat(t).zero_()
+                else:
+                    _flat(t).copy_(self._copies[key], non_blocking=True)
+        except BaseException:
+            self._empty()  # a part of it would only be in the way of whoever has the memory now
+            raise
+        self._wait()
         self._copies = None
+
+    def _allocate(self, key: int) -> None:
+        self._held[key].untyped_storage().resize_(self._bytes[key])
+
+    def _empty(self) -> None:
+        self._wait()  # copies, and passes launched ahead on any stream, still use the memory
+        for t in self._held.values():
+            t.untyped_storage().resize_(0)
+
+    def _wait(self) -> None:
+        for device in {t.device for t in self._held.values() if t.is_cuda}:
+            torch.cuda.synchronize(device)
 
 
 def _flat(tensor: Tensor) -> Tensor:

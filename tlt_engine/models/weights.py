@@ -59,6 +59,8 @@ class Weights:
     refreshes.
     """
 
+    @torch.inference_mode(False)  # tensors of an inference mode could not be updated outside of it
+    @torch.no_grad()
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, lm_head_dtype: torch.dtype | None,
     ) -> None:

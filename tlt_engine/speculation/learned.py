@@ -161,6 +161,12 @@ class EagleDrafter:
         others = 0 if self._model_free is None else self._model_free.memory_bytes()
         return weights + self._lanes.bytes + self._pass.bytes + others
 
+    def device_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """For RolloutEngine.sleep: weights, whose values must come back, and hidden states, K and V, which are computed
+        again once target_changed(recomputed=True) has been called."""
+        weights = [*self.model.parameters(), *self.model.buffers()]
+        return [t.detach() for t in weights], [self._lanes.ring, self._lanes.kv.data]
+
     def stats(self) -> dict[str, Any]:
         """version and how often weights were loaded; lanes that samples hold, and their bytes with those of the rings;
         sharpness: of the estimated chances, for requests with noise and for greedy ones; alarms: how often ALARM_PASSES
