@@ -208,8 +208,8 @@ def flips(model: LoadedModel, requests: int, out: Path | None) -> None:
     for pair, (found, seen) in pairs.items():
         rate = found * 1000 / seen
         print(f"flips {pair}: {found} in {seen} tokens, {rate:.2f} per 1,000", flush=True)
-        record("gpu", "bf16.flips", rate, "per 1,000 tokens", {"geometry": "Qwen2.5-7B", "pair": pair, "events": found,
-               "temperature": 1.0}, command=COMMAND, folder=out)
+        where = {"geometry": "Qwen2.5-7B", "pair": pair, "tokens": FLIP_TOKENS, "temperature": 1.0}
+        record("gpu", "bf16.flips", rate, "per 1,000 tokens", where, command=COMMAND, runs=found or 1, folder=out)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
