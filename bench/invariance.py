@@ -209,7 +209,7 @@ def flips(model: LoadedModel, requests: int, out: Path | None) -> None:
         rate = found * 1000 / seen
         print(f"flips {pair}: {found} in {seen} tokens, {rate:.2f} per 1,000", flush=True)
         where = {"geometry": "Qwen2.5-7B", "pair": pair, "tokens": FLIP_TOKENS, "temperature": 1.0}
-        record("gpu", "bf16.flips", rate, "per 1,000 tokens", where, command=COMMAND, runs=found or 1, folder=out)
+        record("gpu", "bf16.flips", rate, "per 1,000 tokens", where, command=COMMAND, folder=out)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
