@@ -77,6 +77,7 @@ struct FilteredRow {
   int columns, slot_count;
   float per_unit, x_max = 0.0f, z_max = 0.0f, total = 0.0f;
   float2 raw = make_float2(0.0f, 1.0f);
+  int kept = 0;  // entries of the list that stay, once narrow() has found the cut
 
   __device__ __forceinline__ float mass(float z) const { return exp2_fast((z - z_max) * kLog2e); }
   __device__ __forceinline__ float z_of(float x) const { return row.z_of(x); }
@@ -242,6 +243,7 @@ struct FilteredRow {
       n = min(n, last + 1);
     }
     cut = {entry_score(sh.list[n - 1]), entry_id(sh.list[n - 1])};
+    kept = n;
     return true;
   }
 
@@ -378,11 +380,10 @@ struct FilteredRow {
     bool use_slots = true;
     if (!(alone && min_p)) {
       cut = {negative_infinity<float>(), columns};
-      if ((alone && row.top_p * total > kListable) || !narrow(cut)) {
-        if (alone && draw_nucleus()) return;
-        cut = slow_cut();
-        use_slots = !alone;  // the window's list lies where the slots were
-      }
+      if (!(alone && row.top_p * total > kListable) && narrow(cut)) return draw_listed(cut);
+      if (alone && draw_nucleus()) return;
+      cut = slow_cut();
+      use_slots = !alone;  // the window's list lies where the slots were
     }
     draw(cut, use_slots);
   }
@@ -529,21 +530,35 @@ struct FilteredRow {
     if (listed == 0 || listed > kWide || !(sum < need)) return false;
     const float high = z_of(window.x), low = fmaxf(z_of(window.y), z_max - kFar);
     if (!window_cut(wide, listed, high, low, sum, need, cut)) return false;
-    const float y_max = x_max * per_unit, most = fmaxf(argmax.scale(y_max), 0.0f);
     unsigned long long fixed = 0;
-    for (int i = threadIdx.x; i < listed; i += kBlock) {
-      const float z = entry_score(wide[i]);
-      const int id = entry_id(wide[i]);
-      if (!cut.keeps(z, id)) continue;
-      const float p = mass(z);
-      fixed += to_fixed(p);
-      const uint32_t word = row.word(id);
-      if (static_cast<float>(word) <= p * most * 1.0001f && p > 0.0f) {
-        argmax.offer(row, modified_at(a, row.row, *touched, kMods, id, widen(logits[id])), word, id);
-      }
-    }
+    offer_entries(wide, listed, cut, argmax, [&](float p) { fixed += to_fixed(p); });
     finish(argmax, cut, sum + block_fixed(fixed));
     return true;
+  }
+
+  // Offers the entries that the cut keeps; add(p) gets their masses.
+  template <typename F>
+  __device__ __forceinline__ void offer_entries(const uint64_t* entries, int n, Cut cut, Argmax& argmax, F&& add) {
+    const float most = argmax.scale(x_max * per_unit) * 1.0001f;  // mass() and the bound's p may differ by 1e-6
+    for (int i = threadIdx.x; i < n; i += kBlock) {
+      const float z = entry_score(entries[i]);
+      const int id = entry_id(entries[i]);
+      if (!cut.keeps(z, id)) continue;
+      const float p = mass(z);
+      add(p);
+      const uint32_t word = row.word(id);
+      if (!(static_cast<float>(word) <= p * most && p > 0.0f)) continue;
+      argmax.offer(row, modified_at(a, row.row, *touched, kMods, id, widen(logits[id])), word, id);
+    }
+  }
+
+  // What narrow() kept stands in the list, sorted: no second read of the row.
+  __device__ __forceinline__ void draw_listed(Cut cut) {
+    Argmax argmax;
+    argmax.bound = Argmax::least_of_max(x_max * per_unit);
+    float sum = 0.0f;
+    offer_entries(sh.list, kept, cut, argmax, [&](float p) { sum += p; });
+    finish(argmax, cut, block_sum(sum, sh.scratch));
   }
 
   // Sums whose order is not fixed are taken in units of 2^-40: integers add up to the same in any order.
