@@ -245,7 +245,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         keep("grpo.rollout_speedup", statistics.median(speedups), "x", {"mode": "default"}, runs=len(speedups))
         frozen = run(args, source, 0, speculate=True, invariant=False, adapt=False)
         for step in range(0, args.steps, max(args.steps // 6, 1)):
-            keep("grpo.accept_length", frozen.accept_lengths[step], "tokens a pass", {"drafter": "frozen", "step": step})
+            keep("grpo.accept_length", frozen.accept_lengths[step], "tokens a pass",
+                 {"drafter": "frozen", "step": step})
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.rl.common import tokenizer
 from tests.tiny import tiny_hf_model
+from tlt_engine import EngineConfig, RolloutEngine, SpeculationConfig
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -35,6 +37,34 @@ def test_without_updates_of_the_engine_the_ratios_show_it(monkeypatch):
     loop = example("custom_loop")
     monkeypatch.setattr(loop.RolloutEngine, "update_weights", lambda *args, **kwargs: None)
     assert loop.main(["--steps", "3"])["ratio_error"] > 1e-3
+
+
+def test_training_is_the_same_to_the_bit_with_an_adapting_drafter_and_without(monkeypatch):
+    """Rollouts, rewards, gradients: nothing of the policy's history knows of speculation."""
+    policies = []
+
+    def train(plain: bool, seed_shift: int = 0):
+        loop = example("custom_loop")
+        make = loop.new_policy
+        loop.new_policy = lambda seed: policies.append(make(seed)) or policies[-1]
+        if plain:
+            off = SpeculationConfig(method="off")
+            loop.new_engine = lambda policy, seed: (
+                RolloutEngine(policy, EngineConfig(page_size=4, max_num_seqs=128, speculation=off)), NoDrafter())
+        derive = loop.derive_seed
+        loop.derive_seed = lambda run, step, uid: derive(run + seed_shift, step, uid)
+        loop.main(["--steps", "6", "--drafter-budget", "0.05"])
+        return policies[-1].state_dict()
+
+    speculative, plain = train(plain=False), train(plain=True)
+    assert all(torch.equal(speculative[n], plain[n]) for n in plain)
+    other = train(plain=True, seed_shift=1)
+    assert not all(torch.equal(other[n], plain[n]) for n in plain), "other noise trains another policy"
+
+
+class NoDrafter:
+    def train_drafter(self, budget_s):
+        return {"accept_length": 1.0}
 
 
 def test_its_reward_counts_the_right_prefix():
