@@ -20,11 +20,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tlt_kernels import NoiseIds, RowParams, gumbel_noise, process_logits, sample
 
-from tests.drafters import AdversarialDrafter, CopyDrafter, NullDrafter, ReplayDrafter
+from tests.drafters import AdversarialDrafter, CopyDrafter, ReplayDrafter
 from tests.engine.engines import shared_hf
 from tests.tiny import hf_logits
 from tlt_engine import CompletionOutput, EngineConfig, Profile, RolloutEngine, SamplingParams, SpeculationConfig
 from tlt_engine.engine.equality import CUT, TIE, cut_distance
+from tlt_engine.models import EagleConfig, EagleModel, ModelConfig
 from tlt_engine.rng import noise_key
 
 VOCAB, EOS, MAX_LEN = 24, 3, 40
@@ -237,7 +238,7 @@ def mixes(draw: st.DrawFn) -> Mix:
             "max_num_batched_tokens": draw(st.sampled_from([64, 1, 5])), "enable_prefix_caching": draw(st.booleans()),
         },
         draw(st.sampled_from([0, 2, 5, 40])),
-        draw(st.sampled_from(["replay", "replay-tree", "adversarial", "model_free", "copy", "null", "off"])),
+        draw(st.sampled_from(["replay", "replay-tree", "adversarial", "model_free", "copy", "learned", "off"])),
         draw(st.sampled_from([Profile(4, 2, 8), Profile(8, 3, 20), Profile(2, 1, 3)])),
         draw(often(0.0, 0.0, 1.0)),
         draw(st.booleans()),
@@ -247,6 +248,16 @@ def mixes(draw: st.DrawFn) -> Mix:
 # ---------------------------------------------------------------- through the engine
 
 
+@lru_cache(maxsize=1)
+def eagle() -> EagleModel:
+    """Random, with a window and a vocabulary smaller than what happens here."""
+    config = ModelConfig.from_hf(hf().config)
+    model = EagleModel(EagleConfig.for_target(config, window=7, draft_vocab_size=VOCAB // 2, aux_layers=(0, 1)))
+    model.initialise(torch.Generator().manual_seed(0))
+    model.set_vocabulary(torch.arange(VOCAB // 2) * 2)
+    return model
+
+
 def build(mix: Mix, known: dict) -> RolloutEngine:
     depth = mix.profile.depth
     drafter = {
@@ -254,12 +265,15 @@ def build(mix: Mix, known: dict) -> RolloutEngine:
         "replay-tree": lambda: ReplayDrafter(known, error_rate=0.3, depth=depth, shape="tree", width=2),
         "adversarial": lambda: AdversarialDrafter(VOCAB, eos_ids=(EOS,)),
         "copy": lambda: CopyDrafter(lambda ids, _: int(next_logits(tuple(ids)).argmax()), depth=min(depth, 3)),
-        "null": NullDrafter,
+        "learned": eagle,
     }.get(mix.drafter, lambda: None)()
-    method = mix.drafter if drafter is None else "custom"
+    method = mix.drafter if drafter is None else "learned" if isinstance(drafter, EagleModel) else "custom"
     config = EngineConfig(
         max_model_len=MAX_LEN, num_pages=mix.num_pages(), seed=5,
-        speculation=SpeculationConfig(method=method, profile=mix.profile, min_chance=0.0, audit=mix.audit),
+        speculation=SpeculationConfig(
+            method=method, profile=mix.profile, min_chance=0.0, audit=mix.audit, merge_model_free=depth == 2,
+            enable_below=2 if mix.slack == 2 else None,
+        ),
         **mix.config,
     )
     return RolloutEngine(hf(), config, tokenizer=Pieces(), drafter=drafter)
