@@ -17,8 +17,8 @@ from tests.engine.engines import OFF, shared_hf, tiny_engine, tokens
 from tests.tiny import tiny_target
 from tlt_engine import EngineConfig, Profile, RequestOutput, RolloutEngine, SamplingParams, SpeculationConfig
 from tlt_engine.models.eagle import EagleModel
+from tlt_engine.speculation import learned as learned_module
 from tlt_engine.speculation.elastic import HOLD, Elastic
-from tlt_engine.speculation.learned import ALARM_PASSES
 
 MODEL = {"num_hidden_layers": 3}
 PROMPTS = [[5, 9, 2], [7] * 9, list(range(30)), [11], [3, 4]]
@@ -135,7 +135,7 @@ def test_a_failing_drafter_fails_one_step_and_the_next_is_right() -> None:
 
 
 def test_up_to_the_context_end() -> None:
-    for length in (40, 41, 43):
+    for length in (40, 43):
         plain = tiny_engine(model=MODEL, max_model_len=length).generate(PROMPTS, params(max_tokens=None))
         engine = engine_with(max_model_len=length)
         same(engine.generate(PROMPTS, params(max_tokens=None)), plain)
@@ -171,7 +171,7 @@ def test_bf16_runs_and_its_drafts_are_sound() -> None:
 
 def test_merged_proposals_take_more_than_either_where_text_repeats() -> None:
     """The random drafter knows nothing of rollouts, the model-free one all of them."""
-    prompts, p = [[5, 9, 2], [7] * 9], params(temperature=0.0, max_tokens=60)
+    prompts, p = [[5, 9, 2], [7] * 9], params(temperature=0.0, max_tokens=40)
     lengths = {}
     for name, spec, model in (
         ("learned", learned(), drafter()), ("merged", learned(merge_model_free=True), drafter()),
@@ -202,25 +202,27 @@ def test_the_threshold_switches_after_a_while_and_either_way() -> None:
     assert Elastic(4).step(3) and not Elastic(4).step(5) and Elastic(None).step(10**6)
 
 
-def test_the_alarm_rings_once_for_a_drafter_that_is_never_right(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_alarm_rings_once_for_a_drafter_that_is_never_right(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learned_module, "ALARM_PASSES", 64)
+    chain = learned(profile=Profile(1, 1, 2))
+    target, copy = bigram()
+    right = RolloutEngine(target, EngineConfig(speculation=chain), drafter=copy)
     wrong = drafter(draft_vocab_size=2)
     wrong.set_vocabulary(torch.tensor([62, 63]))
-    allowed = params(allowed_token_ids=list(range(60)), max_tokens=120)
-    target, copy = bigram()
-    right = RolloutEngine(target, EngineConfig(speculation=learned(profile=Profile(1, 1, 2))), drafter=copy)
-    engine = tiny_engine(model=MODEL, drafter=wrong, speculation=learned(profile=Profile(1, 1, 2)))
+    engine = tiny_engine(model=MODEL, drafter=wrong, speculation=chain)
     with caplog.at_level(logging.WARNING, "tlt_engine"):
-        for _ in range(2):
-            right.generate(PROMPTS, params(max_tokens=240))
+        right.generate(PROMPTS, params(max_tokens=80))
+        assert right.stats()["accepted_tokens"] > 128
         assert right.stats()["drafter"]["alarms"] == 0 and not caplog.records
-        for _ in range(2):
-            engine.generate(PROMPTS, params(max_tokens=120))
-        assert engine.generate(PROMPTS, allowed)[0].outputs[0].spec.drafted == 0, "barred ids are not proposed"
-    assert engine.stats()["drafter"]["alarms"] == 2 * 5 * 118 // ALARM_PASSES
-    assert sum("accept length fell" in r.message for r in caplog.records) == 1
-    engine.update_drafter(wrong)
-    with caplog.at_level(logging.WARNING, "tlt_engine"):
-        engine.generate(PROMPTS, params(max_tokens=120))
+        engine.generate(PROMPTS, params(max_tokens=60))
+        barred = params(allowed_token_ids=list(range(60)))
+        assert engine.generate(PROMPTS, barred)[0].outputs[0].spec.drafted == 0, "barred ids are not proposed"
+        assert 2 <= engine.stats()["drafter"]["alarms"] <= 5 * 59 // 64  # a block may have three lucky drafts
+        assert sum("accept length fell" in r.message for r in caplog.records) == 1
+        engine.update_drafter(wrong)
+        engine.generate(PROMPTS, params(max_tokens=60))
     assert sum("accept length fell" in r.message for r in caplog.records) == 2
 
 
