@@ -1,6 +1,6 @@
 // Launches of the row kernels for one type of logits; each type is compiled in a file of its own.
 #pragma once
-#include "sample_filtered.cuh"
+#include "sample_nucleus.cuh"
 
 namespace tlt::cuda {
 

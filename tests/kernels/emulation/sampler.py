@@ -16,8 +16,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[2] / "csrc"
 FILES = (
-    "common.cuh", "block.cuh", "row.cuh", "sample.h", "sample_rows.cuh", "sample_filtered.cuh", "sample_launch.cuh",
-    "sample.cu", "draft.h", "draft_rows.cuh", "draft.cu",
+    "common.cuh", "block.cuh", "row.cuh", "sample.h", "sample_rows.cuh", "sample_filtered.cuh", "sample_nucleus.cuh",
+    "sample_launch.cuh", "sample.cu", "draft.h", "draft_rows.cuh", "draft.cu",
 )
 ENTRY = """
 #include "sampler.h"
