@@ -186,6 +186,7 @@ def test_a_learned_drafter_sleeps_too_and_drafts_as_before(level):
     held = nbytes(*drafter_tensors(engine))
     engine.sleep(level)
     assert nbytes(*drafter_tensors(engine)) == 0
+    assert engine.stats()["memory"]["drafter"] < twin.stats()["memory"]["drafter"]
     with pytest.raises(EngineHalted, match="wake_up"):
         engine.update_drafter(EagleModel(engine.drafter.model.config))
     engine.wake_up(["weights"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 import pytest
 
@@ -173,3 +175,88 @@ def test_a_closed_one_refuses():
             await collect(rollouts, PROMPTS[0])
 
     asyncio.run(scenario())
+
+
+def test_after_an_error_of_a_step_nothing_stays_in_flight():
+    engine = tiny_engine()
+
+    async def scenario(rollouts):
+        def broken(*args):
+            raise RuntimeError("device lost")
+
+        engine._core.runner.launch, launch = broken, engine._core.runner.launch
+        with pytest.raises(RuntimeError, match="device lost"):
+            await collect(rollouts, PROMPTS[0])
+        engine._core.runner.launch = launch
+        for _ in range(400):
+            if not engine.has_unfinished():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("the failed request holds pages, and nobody steps or waits for it")
+
+    run(scenario, engine)
+
+
+def test_a_call_that_overlaps_the_closing_is_refused_and_does_not_hang():
+    rollouts = AsyncRolloutEngine(tiny_engine())
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            asyncio.run(asyncio.wait_for(collect(rollouts, PROMPTS[0]), 10))
+        except BaseException as error:
+            errors.append(error)
+
+    with rollouts._wake:  # the call stands at the door while it is closed
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(0.2)
+        rollouts._closed = True
+        rollouts._wake.notify_all()
+    thread.join(20)
+    rollouts.close()
+    assert len(errors) == 1 and isinstance(errors[0], RuntimeError) and "closed" in str(errors[0])
+    assert not rollouts.engine.has_unfinished()
+
+
+def test_a_busy_engine_does_not_stop_the_event_loop():
+    """While another thread holds the engine (an update that waits for its source), callers' loops go on: that source
+    may well be fed by them."""
+    engine = tiny_engine()
+
+    async def scenario(rollouts):
+        held, release = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with engine._lock:
+                held.set()
+                release.wait(20)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait(20)
+        task = asyncio.create_task(collect(rollouts, PROMPTS[0]))
+        leaver = asyncio.create_task(collect(rollouts, PROMPTS[1]))
+        began = time.monotonic()
+        await asyncio.sleep(0.05)
+        leaver.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaver
+        loop_was_free = time.monotonic() - began < 5
+        release.set()
+        assert loop_was_free
+        return await task
+
+    pieces = run(scenario, engine)
+    assert [o.token_ids for o in pieces[-1].outputs] == plain_outputs(PROMPTS, PARAMS)[0]
+
+
+def test_an_id_in_flight_is_refused_and_the_other_stream_goes_on():
+    async def scenario(rollouts):
+        first = asyncio.create_task(collect(rollouts, PROMPTS[0], request_id="x"))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="not in flight"):
+            await collect(rollouts, PROMPTS[1], request_id="x")
+        return await first
+
+    assert [o.token_ids for o in run(scenario)[-1].outputs] == plain_outputs(PROMPTS, PARAMS)[0]

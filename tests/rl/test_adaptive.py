@@ -6,9 +6,10 @@ import threading
 import time
 
 import pytest
+import torch
 
 from tests.engine.engines import shared_hf, tiny_engine, tokens
-from tlt_engine import EngineConfig, Profile, RolloutEngine, SamplingParams, SpeculationConfig
+from tlt_engine import EngineConfig, EngineHalted, Profile, RolloutEngine, SamplingParams, SpeculationConfig
 from tlt_engine.models.eagle import EagleConfig, EagleModel
 from tlt_engine.models.loader import load_model
 from tlt_engine.rl.adaptive import AdaptiveConfig, AdaptiveDrafter
@@ -27,8 +28,6 @@ def params(step: int) -> list[SamplingParams]:
 
 
 def make(config: AdaptiveConfig | None = None) -> tuple[RolloutEngine, AdaptiveDrafter]:
-    import torch
-
     target = load_model(shared_hf(**TARGET))
     drafter = EagleModel(EagleConfig.for_target(target.config, window=32))
     drafter.initialise(torch.Generator().manual_seed(0))
@@ -144,3 +143,67 @@ def test_it_needs_a_learned_drafter_and_lets_go_when_closed():
     engine.generate(PROMPTS, params(0))
     assert adaptive.buffer.stats()["taken_rows"] == 0
     AdaptiveDrafter(engine).close()
+
+
+def test_a_sleeping_engine_is_not_trained_on_and_the_trainers_memory_sleeps_too():
+    engine, adaptive = make()
+    engine.generate(PROMPTS, params(0))
+    adaptive.train_drafter(0.2)
+    steps = adaptive.trainer.steps
+    states = [*adaptive.model.parameters(), *(m for k in adaptive.trainer._moments.values() for m in k.values())]
+    before = [t.detach().clone() for t in states]
+    engine.sleep()
+    assert all(t.untyped_storage().nbytes() == 0 for t in states)
+    with pytest.raises(EngineHalted, match="wake_up"):
+        adaptive.train_drafter(0.2)
+    with pytest.raises(EngineHalted, match="wake_up"), adaptive.on_idle():
+        pass
+    engine.wake_up()
+    assert all(torch.equal(t, b) for t, b in zip([*adaptive.model.parameters()], before))
+    assert all(torch.equal(t, b) for t, b in zip(states, before))
+    assert adaptive.train_drafter(0.3)["steps"] > steps
+    assert tokens(engine.generate(PROMPTS, params(1))) == tokens(tiny_engine(model=TARGET).generate(PROMPTS, params(1)))
+
+
+@pytest.mark.parametrize("while_decoding", [False, True])
+def test_sleep_in_the_middle_of_idle_training_stops_it_without_an_error(while_decoding):
+    engine, adaptive = make(AdaptiveConfig(trainer=TRAINER, slice_ms=5.0, while_decoding=while_decoding))
+    engine.generate(PROMPTS, params(0))
+    with adaptive.on_idle():
+        while not adaptive._trainer.steps:
+            time.sleep(0.001)
+        engine.sleep()
+        steps = adaptive._trainer.steps
+        time.sleep(0.1)
+        assert adaptive._trainer.steps == steps
+    assert engine.stats()["drafter"]["version"] == "0", "asleep, it takes no weights"
+    engine.wake_up()
+    assert adaptive.train_drafter(0.3)["version"].startswith("0.")
+
+
+def test_training_beside_decoding_takes_its_share_and_no_more():
+    engine, adaptive = make(AdaptiveConfig(trainer=TRAINER, slice_ms=1.0, while_decoding=True, decoding_share=0.1))
+    engine.generate(PROMPTS, params(0))
+    engine.add_request(PROMPTS[0], params(1)[0])  # in flight all the while
+    engine.step()
+    began = time.perf_counter()
+    report = adaptive.train_drafter(1.5)
+    took = time.perf_counter() - began
+    assert report["trained"] and took > 1.0
+    micro = max(adaptive.trainer._times, default=0.0)
+    assert adaptive._trained_s <= 0.1 * took + 2 * micro + 0.05, (adaptive._trained_s, took)
+    while engine.has_unfinished():
+        engine.step()
+
+
+def test_shares_beyond_one_are_refused():
+    with pytest.raises(ValueError, match="decoding_share"):
+        AdaptiveConfig(decoding_share=1.5)
+
+
+def test_built_and_used_in_inference_mode():
+    with torch.inference_mode():
+        engine, adaptive = make()
+        engine.generate(PROMPTS, params(0))
+        assert adaptive.train_drafter(0.2)["trained"]
+    assert adaptive.train_drafter(0.2)["trained"]

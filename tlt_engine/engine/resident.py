@@ -50,15 +50,19 @@ class Resident:
         self._loads = 0
         self._fingerprint = ""
         self._before_work: Callable[[], None] | None = None
+        self._before_sleep: Callable[[], None] | None = None
 
-    def before_work(self, callback: Callable[[], None] | None) -> None:
-        """Call this before requests are queued and before weights change, so that whoever uses the device meanwhile
-        (a drafter's training) can leave it. From the caller's thread, inside the engine's lock: it must not call the
-        engine. One at a time; None takes it away."""
+    def before_work(
+        self, callback: Callable[[], None] | None, before_sleep: Callable[[], None] | None = None
+    ) -> None:
+        """Call this before requests are queued and before weights change or go to sleep, so that whoever uses the
+        device meanwhile (a drafter's training) can leave it; and before_sleep behind it when the engine falls asleep,
+        so that he gives back memory of his own. From the caller's thread, inside the engine's lock: neither may call
+        the engine. One at a time; None takes both away."""
         with self._lock:
             if callback is not None and self._before_work is not None:
                 raise refuse("before_work", "one callback at a time", callback, "take the other away with None first")
-            self._before_work = callback
+            self._before_work, self._before_sleep = callback, before_sleep
 
     def _announce_work(self) -> None:
         if self._before_work is not None:
@@ -183,6 +187,8 @@ class Resident:
             self._falling_asleep = True
             try:
                 self._announce_work()
+                if self._before_sleep is not None:
+                    self._before_sleep()
                 self._fall_asleep(level)
             finally:
                 self._falling_asleep = False

@@ -1,7 +1,8 @@
 """The engine behind asyncio: one thread steps it while there is work, callers iterate over what comes.
 
-Knows no scheduling and no tensors. The engine's own add_request and step are this wrapper's while it is open; generate,
-update_weights, pause_generation and the like may be called beside it, from any thread.
+Knows no scheduling and no tensors. The engine's own add_request, step and abort are this wrapper's while it is open;
+generate, update_weights, pause_generation and the like may be called beside it, from any thread. Event loops never wait
+for the engine: the thread takes requests in, and out, between steps.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -28,8 +30,10 @@ class AsyncRolloutEngine:
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
-        self._streams: dict[str, _Stream] = {}
-        self._wake = threading.Condition()
+        self._streams: dict[str, _Stream] = {}  # by request id; changed by the thread alone
+        self._wake = threading.Condition()  # guards the three below; held for moments only
+        self._new: list[_Stream] = []
+        self._left: list[_Stream] = []
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tlt-engine-steps", daemon=True)
         self._thread.start()
@@ -59,26 +63,25 @@ class AsyncRolloutEngine:
         """
         if stream not in ("cumulative", "delta", "final"):
             raise refuse("stream", "'cumulative', 'delta' or 'final'", stream, "pick one")
-        if self._closed:
-            raise RuntimeError("generate: expected an open AsyncRolloutEngine, got a closed one; build another")
-        listener = _Stream(asyncio.get_running_loop(), stream)
-        with self._wake:  # the thread cannot end the request before the stream is known
-            request_id = self.engine.add_request(prompt, sampling_params, stream=stream != "final", **request)
-            self._streams[request_id] = listener
+        request |= {"prompt": prompt, "sampling_params": sampling_params, "stream": stream != "final"}
+        listener = _Stream(asyncio.get_running_loop(), stream, request)
+        with self._wake:
+            if self._closed:
+                raise _closed()
+            self._new.append(listener)
             self._wake.notify_all()
         ended = False
         try:
             while not ended:
                 item = await listener.queue.get()
                 if isinstance(item, BaseException):
-                    ended = True
                     raise item
                 output, ended = item
                 yield output
         finally:
-            self._streams.pop(request_id, None)
-            if not ended:
-                self.engine.abort(request_id)
+            with self._wake:
+                self._left.append(listener)
+                self._wake.notify_all()
 
     async def abort(self, request_id: str) -> None:
         """Its stream ends with what it has, finish_reason "abort"."""
@@ -89,27 +92,55 @@ class AsyncRolloutEngine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._closed and not self._streams:
+                while not (self._closed or self._streams or self._new or self._left):
                     self._wake.wait()
+                new, self._new = self._new, []
+                left, self._left = self._left, []
                 if self._closed:
                     break
+            for stream in new:
+                self._add(stream)
+            self._drop(left)
             try:
                 self._step()
             except EngineHalted:
-                with self._wake:
-                    self._wake.wait(IDLE_S)
+                self._idle()
             except BaseException as error:
-                for stream in list(self._streams.values()):
+                failed = list(self._streams.values())
+                for stream in failed:
                     stream.put(error)
-                self._streams.clear()
+                self._drop(failed)
+        self._drop(left)
         self._ended(self.engine.abort(list(self._streams)))
+        for stream in new:
+            stream.put(_closed())
+
+    def _add(self, stream: _Stream) -> None:
+        try:
+            stream.request_id = self.engine.add_request(**stream.request)
+        except Exception as error:
+            stream.put(error)
+        else:
+            self._streams[stream.request_id] = stream
+
+    def _drop(self, streams: list[_Stream]) -> None:
+        """Nobody waits for them any more."""
+        for stream in streams:
+            if self._streams.get(stream.request_id) is stream:
+                del self._streams[stream.request_id]
+                self.engine.abort(stream.request_id)
+
+    def _idle(self) -> None:
+        """Until requests come or leave, or it is time to look again."""
+        with self._wake:
+            if not (self._closed or self._new or self._left):
+                self._wake.wait(IDLE_S)
 
     def _step(self) -> None:
         steps = self.engine.steps
         self._ended(self.engine.step())
-        if self.engine.steps == steps:  # paused
-            with self._wake:
-                self._wake.wait(IDLE_S)
+        if self._streams and self.engine.steps == steps:  # paused
+            self._idle()
         for request_id, stream in list(self._streams.items()):
             if stream.kind != "final" and (output := self.engine.progress(request_id)) is not None:
                 stream.grow(output)
@@ -120,17 +151,22 @@ class AsyncRolloutEngine:
                 stream.end(output)
 
 
+def _closed() -> RuntimeError:
+    return RuntimeError("generate: expected an open AsyncRolloutEngine, got a closed one; build another")
+
+
 class _Stream:
     """One caller's queue, filled from the stepping thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, kind: Kind) -> None:
-        self.kind = kind
+    def __init__(self, loop: asyncio.AbstractEventLoop, kind: Kind, request: dict[str, Any]) -> None:
+        self.kind, self.request = kind, request
+        self.request_id = ""  # until the engine has it
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self._loop = loop
         self._sent: dict[int, tuple[int, int]] = {}  # by sample: tokens, characters
 
     def put(self, item: object) -> None:
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # its loop has been closed: nobody is left to read
             self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
     def grow(self, output: RequestOutput) -> None:

@@ -15,12 +15,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from tlt_engine.config import refuse
 from tlt_engine.engine.engine import RolloutEngine
+from tlt_engine.engine.resident import EngineHalted
+from tlt_engine.engine.sleep import Storages
 from tlt_engine.models.eagle import EagleModel
 from tlt_engine.speculation.learned import EagleDrafter
 from tlt_engine.training.buffer import HiddenStateBuffer
@@ -34,7 +38,8 @@ class AdaptiveConfig:
     gate: whether train_drafter trains at all this time (the default trains always; see GateConfig for "decline").
     publish_every: optimiser steps between two swaps of a longer training; the end of one swaps too.
     slice_ms: how long a piece of training may keep a request waiting that arrives meanwhile.
-    while_decoding: train on a device that is rolling out. Off by default: it then waits for the device to be idle."""
+    while_decoding: train on a device that is rolling out. Off by default: it then waits for the device to be idle.
+    decoding_share: of that time, the most that training may take; in between it waits."""
 
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     gate: GateConfig = field(default_factory=lambda: GateConfig(mode="always"))
@@ -43,20 +48,25 @@ class AdaptiveConfig:
     publish_every: int = 50
     slice_ms: float = 20.0
     while_decoding: bool = False
+    decoding_share: float = 0.02
 
     def __post_init__(self) -> None:
         if self.publish_every < 1 or self.slice_ms <= 0:
             raise refuse("AdaptiveConfig", "publish_every >= 1 and slice_ms > 0",
                          (self.publish_every, self.slice_ms), "raise them")
+        if not 0 < self.decoding_share <= 1:
+            raise refuse("decoding_share", "a number in (0, 1]", self.decoding_share, "leave it at 0.02, or lower it")
 
 
 class AdaptiveDrafter:
     """engine: with SpeculationConfig(method="learned"). What is trained is a copy; it goes live between steps, under a
     version "<engine weight version>.<optimiser steps>". Training is given up within one micro-step when a request
-    arrives or weights change, and goes on where it was at the next call.
+    arrives or weights change, and goes on where it was at the next call. When the engine falls asleep, the copy and the
+    optimiser's states go to host memory; they come back at their first use, once the engine has its weights again.
 
     train_drafter and on_idle may be called from one thread at a time."""
 
+    @torch.inference_mode(False)  # what is made in an inference mode could not be trained
     def __init__(self, engine: RolloutEngine, config: AdaptiveConfig | None = None) -> None:
         self.engine, self.config = engine, config or AdaptiveConfig()
         serving = engine.drafter
@@ -68,18 +78,31 @@ class AdaptiveDrafter:
             shape.aux_layers, target.config.num_layers, shape.target_hidden_size, byte_budget=self.config.buffer_bytes,
             dtype=target.dtype, device=target.device, capture=self.config.capture,
         )
-        self.model = EagleModel(shape, dtype=target.dtype, device=target.device)
-        self.model.copy_from(serving.model)
-        self.model.bind(target)
-        self.trainer = DrafterTrainer(self.model, self.buffer, self.config.trainer)
+        model = EagleModel(shape, dtype=target.dtype, device=target.device)
+        model.copy_from(serving.model)
+        self._trainer = DrafterTrainer(model.bind(target), self.buffer, self.config.trainer)
+        self._asleep: Storages | None = None
         self.gate = TrainingGate(self.config.gate)
         self._published = 0  # optimiser steps of the version that serves
         self._wanted = threading.Event()  # somebody waits for the device
-        self._slice = threading.Lock()  # held while a piece of training runs
+        self._slice = threading.RLock()  # held while a piece of training runs
         self._idle_s = self._trained_s = 0.0
         self._phase = (0, 0)  # tokens and passes of the engine when the gate was asked last
         engine.record_hidden(self.buffer)
-        engine.before_work(self._give_way)
+        engine.before_work(self._give_way, self._fall_asleep)
+
+    @property
+    def trainer(self) -> DrafterTrainer:
+        with self._slice:
+            if self._asleep is not None:
+                self._asleep.restore()
+                self._asleep = None
+            return self._trainer
+
+    @property
+    def model(self) -> EagleModel:
+        """The copy that is trained."""
+        return self.trainer.model
 
     def close(self) -> None:
         """No more recording; the drafter that serves stays."""
@@ -92,7 +115,8 @@ class AdaptiveDrafter:
     def train_drafter(self, budget_s: float, *, gated: bool = True) -> dict[str, Any]:
         """Train for at most budget_s seconds, or until a request arrives, and let the result go live. gated: ask the
         gate first. Returns plain numbers: trained (did it), optimiser steps, seconds, loss and agreement of the last
-        step, version, and what the gate saw."""
+        step, version, and what the gate saw. EngineHalted if the engine's weights sleep or are invalid."""
+        self._refuse_without_weights("train_drafter")
         length = self._accept_length()
         if gated and not self.gate.decide(length):
             return self._report({}, False, 0.0, length)
@@ -107,7 +131,9 @@ class AdaptiveDrafter:
     @contextmanager
     def on_idle(self) -> Iterator[None]:
         """The caller says that this device is idle within the block: train in a thread until the block ends or a
-        request arrives. An error of the training is raised at the end of the block."""
+        request arrives or the engine falls asleep. An error of the training is raised at the end of the block.
+        EngineHalted if the engine's weights sleep or are invalid."""
+        self._refuse_without_weights("on_idle")
         self._wanted.clear()
         began, failed = time.perf_counter(), []
 
@@ -140,19 +166,27 @@ class AdaptiveDrafter:
     def _train_until(self, deadline: float) -> dict[str, Any]:
         """Pieces of slice_ms; the last one's report. Stops when the buffer has nothing to train on."""
         last: dict[str, Any] = {}
+        beside = _Allowance(self.config.decoding_share)
         while not self._wanted.is_set() and (left := deadline - time.perf_counter()) > 0:
-            if not self.config.while_decoding and self.engine.has_unfinished():
+            if not self.engine.has_unfinished():
+                beside.reset()
+            elif not self.config.while_decoding:
                 break
+            elif (pause := beside.pause(self.config.slice_ms / 1000)) > 0:
+                self._wanted.wait(min(pause, left))
+                continue
             with self._slice:
-                if self._wanted.is_set():
+                if self._wanted.is_set() or not self.engine.weights_usable:
                     break
                 began = time.perf_counter()
                 report = self.trainer.step(min(self.config.slice_ms, left * 1000))
-                self._trained_s += time.perf_counter() - began
+                spent = time.perf_counter() - began
+            self._trained_s += spent
+            beside.spend(spent)
             if not report["micro_steps"]:
                 break
             last = report
-            if self.trainer.steps - self._published >= self.config.publish_every:
+            if self._trainer.steps - self._published >= self.config.publish_every:
                 self._publish()
         return last
 
@@ -163,10 +197,24 @@ class AdaptiveDrafter:
         with self._slice:
             pass
 
+    def _fall_asleep(self) -> None:
+        """The engine's call behind the one above."""
+        with self._slice:
+            if self._asleep is None:
+                asleep = Storages(self._trainer.tensors())
+                asleep.offload(keep=True)
+                self._asleep = asleep
+
+    def _refuse_without_weights(self, method: str) -> None:
+        if not self.engine.weights_usable:
+            raise EngineHalted(f"{method}: expected the target's weights on the device and valid, which the drafter "
+                               "learns from; call wake_up(), and update_weights if they were discarded")
+
     def _publish(self) -> None:
-        if self.trainer.steps > self._published:
-            self._published = self.trainer.steps
-            self.engine.update_drafter(self.model, version=f"{self.engine.weight_version}.{self._published}")
+        if (steps := self._trainer.steps) > self._published and self.engine.weights_usable:
+            with suppress(EngineHalted):  # it has fallen asleep this moment: next time
+                self.engine.update_drafter(self.model, version=f"{self.engine.weight_version}.{steps}")
+                self._published = steps
 
     def _accept_length(self) -> float | None:
         """Of the passes since it was asked last; None when nothing was drafted."""
@@ -179,7 +227,28 @@ class AdaptiveDrafter:
         serving = self.engine.drafter
         assert isinstance(serving, EagleDrafter)
         return {
-            "trained": trained, "steps": self.trainer.steps, "seconds": spent, "accept_length": length,
+            "trained": trained, "steps": self._trainer.steps, "seconds": spent, "accept_length": length,
             "version": serving.version, "idle_share_used": self.idle_share_used,
             "loss": last.get("loss"), "agreement": last.get("agreement"),
         }
+
+
+class _Allowance:
+    """Time for training beside decoding: never more than `share` of the time since the decoding was first seen."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self.reset()
+
+    def reset(self) -> None:
+        self._since: float | None = None
+        self._spent = 0.0
+
+    def pause(self, wanted: float) -> float:
+        """Seconds to wait until a piece of `wanted` seconds is allowed."""
+        now = time.perf_counter()
+        self._since = now if self._since is None else self._since
+        return (self._spent + wanted) / self._share - (now - self._since)
+
+    def spend(self, seconds: float) -> None:
+        self._spent += seconds

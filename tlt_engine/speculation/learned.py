@@ -157,7 +157,7 @@ class EagleDrafter:
 
     def memory_bytes(self) -> int:
         """Weights, lanes and tables, and the model-free drafter's."""
-        weights = sum(t.nbytes for _, t in self.model.named_tensors())
+        weights = sum(t.untyped_storage().nbytes() for t in (*self.model.parameters(), *self.model.buffers()))
         others = 0 if self._model_free is None else self._model_free.memory_bytes()
         return weights + self._lanes.bytes + self._pass.bytes + others
 

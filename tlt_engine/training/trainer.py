@@ -7,7 +7,7 @@ Knows neither the engine nor the scheduler, and touches nothing of the caller's:
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from math import cos, pi
 from time import perf_counter
@@ -113,6 +113,12 @@ class DrafterTrainer:
         if ours != theirs:
             raise refuse("buffer", f"aux layers, last layer, hidden size, dtype {ours} of the drafter", theirs,
                          "build it for this drafter and target")
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that it keeps on the device between steps: weights, fp32 masters, gradients, moments."""
+        yield from (t.detach() for t in (*self.model.parameters(), *self.model.buffers()))
+        for kept in (self._masters, self._grads, *self._moments.values()):
+            yield from kept.values()
 
     # ---------------------------------------------------------------- running
 
