@@ -27,9 +27,13 @@ COMMAND = "python -m bench.rl"
 GEOMETRY = {"geometry": "Qwen2.5-7B", "dtype": "bf16"}
 
 
+PART_OF = {"trl": "ratio", "update": "update", "sleep": "sleep", "wake": "sleep"}  # by the first word of the metric
+
+
 def keep(out: Path | None, metric: str, value: float, unit: str, params: dict[str, Any], **more: Any) -> None:
     print(f"{metric} {params}: {value:.6g} {unit}", flush=True)
-    record("rl", metric, value, unit, params, command=f"{COMMAND} {metric.split('.')[0]}", folder=out, **more)
+    command = f"{COMMAND} {PART_OF[metric.split('.')[0]]}"
+    record("rl", metric, value, unit, params, command=command, folder=out, **more)
 
 
 # ---------------------------------------------------------------- TRL
