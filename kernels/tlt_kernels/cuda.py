@@ -167,14 +167,17 @@ def pack_trees(tokens: Tensor, parents: Tensor, node_indptr: Tensor) -> PackedTr
 
 
 def tree_from_candidates(
-    tokens: Tensor, parents: Tensor, scores: Tensor, cand_indptr: Tensor, budgets: Tensor, *, rows: int, widest: int
+    tokens: Tensor, parents: Tensor, scores: Tensor, cand_indptr: Tensor, budgets: Tensor, *, rows: int, widest: int,
+    out: PackedTrees | None = None,
 ) -> PackedTrees:
     """tlt_kernels.tree_from_candidates on the device. rows: the sum of the budgets, which sizes the result; rows
-    beyond node_indptr[B] are zero. widest: the most candidates of one tree (8,000 at most)."""
+    beyond node_indptr[B] are zero. widest: the most candidates of one tree (8,000 at most). A request without
+    candidates gets no tree. out: where the result goes, contiguous, with room for `rows`; rows beyond node_indptr[B]
+    then stay as they were."""
     batch, device = len(budgets), tokens.device
     if not 1 <= widest <= 8000:
         raise ValueError(f"widest: expected 1 to 8000 candidates in a tree, got {widest}; propose fewer")
-    out = PackedTrees(
+    out = out or PackedTrees(
         torch.zeros(rows, dtype=torch.int64, device=device), torch.zeros(rows, dtype=torch.int32, device=device),
         torch.zeros(rows, dtype=torch.int32, device=device), torch.zeros(rows, 2, dtype=torch.int64, device=device),
         torch.zeros(batch + 1, dtype=torch.int32, device=device),

@@ -17,7 +17,7 @@ import torch
 from tlt_kernels import NoiseIds, PackedTrees, RowParams, SampleResult, Walk
 from torch import Tensor
 
-from tlt_engine.engine import build, device, engine, staging
+from tlt_engine.engine import build, device, drafting, engine, staging
 from tlt_engine.engine.device import DeviceRunner
 from tlt_engine.graphs.buckets import Buckets, GraphKey
 from tlt_engine.graphs.cache import CaptureOutOfMemoryError
@@ -115,6 +115,7 @@ class PlayedOps:
         result = tlt_kernels.sample(
             logits.contiguous(), ids, params, vocab_limit=vocab_limit, want_raw=out.raw_logprobs is not None
         )
+        assert len(out.tokens) == len(result.tokens)
         out.tokens.copy_(result.tokens)
         out.logprobs.copy_(result.logprobs)
         if out.raw_logprobs is not None and result.raw_logprobs is not None:
@@ -123,25 +124,52 @@ class PlayedOps:
 
     @staticmethod
     def verify_tree(sampled: Tensor, trees: PackedTrees, *, steps: int, out: Walk) -> Walk:
-        walk = tlt_kernels.verify_tree(sampled, trees)
+        live, rows = _live_trees(trees.node_indptr)
+        cut = PackedTrees(*(getattr(trees, name)[:rows] for name in ("tokens", "parents", "depths", "ancestors")),
+                          trees.node_indptr[: live + 1])
+        walk = tlt_kernels.verify_tree(sampled[:rows], cut)
+        out.accept_lens.fill_(0)
         out.paths.fill_(-1)
         out.tokens.fill_(-1)
         columns = walk.paths.shape[1]
         assert columns <= steps, f"a walk of {columns} columns in {steps}"
-        out.accept_lens.copy_(walk.accept_lens)
-        out.paths[:, :columns] = walk.paths
-        out.tokens[:, :columns] = walk.tokens
+        out.accept_lens[:live].copy_(walk.accept_lens)
+        out.paths[:live, :columns] = walk.paths
+        out.tokens[:live, :columns] = walk.tokens
+        return out
+
+    @staticmethod
+    def tree_from_candidates(
+        tokens: Tensor, parents: Tensor, scores: Tensor, cand_indptr: Tensor, budgets: Tensor, *, rows: int,
+        widest: int, out: PackedTrees,
+    ) -> PackedTrees:
+        live, end = _live_trees(cand_indptr)
+        assert int(cand_indptr.diff().max()) <= widest
+        out.node_indptr.zero_()
+        if live:
+            packed = tlt_kernels.tree_from_candidates(
+                tokens[:end], parents[:end], scores[:end], cand_indptr[: live + 1], budgets[:live]
+            )
+            count = len(packed.tokens)
+            assert count <= rows
+            out.node_indptr[: live + 1] = packed.node_indptr
+            out.node_indptr[live + 1 :] = count
+            for name in ("tokens", "parents", "depths", "ancestors"):
+                getattr(out, name)[:count] = getattr(packed, name)
         return out
 
     @staticmethod
     def commit_kv(kv: Tensor, page_table: Tensor, prefix_lens: Tensor, walk: Walk) -> None:
-        tlt_kernels.commit_kv(kv, page_table, prefix_lens, walk)
+        live = int((walk.accept_lens > 0).sum())
+        lens, paths, tokens = walk.accept_lens[:live], walk.paths[:live].contiguous(), walk.tokens[:live].contiguous()
+        assert not walk.accept_lens[live:].any(), "padding stands last"
+        tlt_kernels.commit_kv(kv, page_table[:live], prefix_lens[:live], Walk(lens, paths, tokens))
 
     @staticmethod
     def advance(walk: Walk, prefix_lens: Tensor, roots: Tensor) -> None:
-        last = walk.tokens.gather(1, (walk.accept_lens.long() - 1)[:, None])[:, 0]
+        last = walk.tokens.gather(1, (walk.accept_lens.long() - 1).clamp_min(0)[:, None])[:, 0]
         prefix_lens += walk.accept_lens
-        roots.copy_(last.clamp_min(0))
+        roots.copy_(torch.where(walk.accept_lens > 0, last.clamp_min(0), roots))
 
     @staticmethod
     def step_inputs(
@@ -158,7 +186,16 @@ class PlayedOps:
                 slot = prefix + row - bounds[b]
                 positions[row] = prefix + depths[row]
                 draws[row] = positions[row] + 1
-                slots[row] = page_table[b, slot // page] * page + slot % page
+                inside = slot // page < page_table.shape[1]
+                slots[row] = page_table[b, slot // page] * page + slot % page if inside else pad_slot
+
+
+def _live_trees(indptr: Tensor) -> tuple[int, int]:
+    """Requests before the padding, which has no nodes, and where they end."""
+    sizes = indptr.diff()
+    live = int((sizes > 0).sum())
+    assert bool((sizes[:live] > 0).all()), "padding stands last"
+    return live, int(indptr[live])
 
 
 def played_copy_block(to: Tensor, source: Tensor, start: int, pitch: int, width: int, rows: int, where: Any) -> None:
@@ -191,6 +228,7 @@ def emulation(buckets: Buckets | None = BUCKETS, graph_bytes: int = 10**9, memor
         patch.setattr(device, "Capturer", PlayedCapturer)
         patch.setattr(device, "CudaPass", PlayedPass)
         patch.setattr(device, "cuda", PlayedOps)
+        patch.setattr(drafting, "cuda", PlayedOps)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         patch.setattr(torch.cuda, "Event", PlayedEvent)
         patch.setattr(torch.cuda, "current_stream", lambda where=None: None)

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+from tlt_kernels.params import GREEDY_BELOW
+
 from tlt_engine.config import SpeculationConfig, refuse
 from tlt_engine.engine.counters import Counters
 from tlt_engine.engine.hidden import HiddenConsumers, Kept, PassHidden, hidden_rows
-from tlt_engine.engine.runner import Emitted, Flight, ModelRunner, StepResult, Taken, prompt_logprobs
+from tlt_engine.engine.runner import Drafted, Emitted, Flight, ModelRunner, StepResult, Taken, prompt_logprobs
 from tlt_engine.engine.sample import Sample
 from tlt_engine.engine.stops import Stop, StopRule
 from tlt_engine.scheduler.scheduler import Scheduler
@@ -17,6 +19,7 @@ from tlt_engine.scheduler.sequence import Batch, Decode, Sequence, Status
 from tlt_engine.speculation.drafter import DraftContext, Drafter
 from tlt_engine.speculation.elastic import Elastic
 from tlt_engine.speculation.hidden import HiddenRecorder
+from tlt_engine.speculation.learned import EagleDrafter
 from tlt_engine.speculation.tree import DraftTree, clip_trees
 from tlt_engine.types import MAX_NODES
 
@@ -91,7 +94,7 @@ class EngineCore:
             current = self._launch(batch) if batch is not None else self._ahead
             assert current is not None
             self._ahead = self._launch_ahead(current)
-            if self._goes_on(current):
+            if self._ahead is None and self._goes_on(current):
                 self._go_on(current, self.runner.take(current.flight))
             else:
                 self._finish(current)
@@ -117,7 +120,9 @@ class EngineCore:
         behind its own keys, on a page that nobody else can have been given before that pass. Not while hidden states
         are taken, which it would overwrite."""
         samples = current.samples
-        if self.runner.capture or not self._steady or self._drafts(current) or not all(self._rides(current)):
+        if self._drafts(current):
+            return self._launch_drafted(current)
+        if self.runner.capture or not self._steady or not all(self._rides(current)):
             return None
         if all(s.end <= length + 1 for s, length in zip(samples, current.lengths)):
             return None
@@ -128,6 +133,25 @@ class EngineCore:
         if flight is None:
             return None
         return replace(current, lengths=[n + 1 for n in current.lengths], flight=flight)
+
+    def _launch_drafted(self, current: Pass) -> Pass | None:
+        """The verification after `current`, of trees that the device drafts from the tokens of `current`, if that is
+        what schedule() and the drafter would come to. What a sample that ends meanwhile computes is thrown away, as in
+        a plain step ahead; its lane is its own until then. Lengths are known once `current` has been committed. Not
+        while somebody records hidden states, which it overwrites; the drafter's own are taken on the device."""
+        samples = current.samples
+        if not (self._steady and current.whole and current.flight.draftable) or self._consumers.recorded:
+            return None
+        if not all(self._rides(current)) or not all(s.seq.speculate and s.forced is None for s in samples):
+            return None
+        if all(s.end <= length + 1 for s, length in zip(samples, current.lengths)):
+            return None
+        columns = self.speculation.profile.depth + 1
+        decodes = current.batch.decodes
+        if not self.scheduler.look_ahead((d.seq, min(columns, d.seq.room) + d.max_nodes) for d in decodes):
+            return None
+        flight = self.runner.launch_drafted(current.flight, samples)
+        return None if flight is None else replace(current, trees=[], lengths=[], flight=flight)
 
     def _drafts(self, current: Pass) -> bool:
         return self.drafter is not None and self.elastic.on and any(s.seq.speculate for s in current.samples)
@@ -150,7 +174,8 @@ class EngineCore:
         try:
             self.scheduler.extend(current.batch.decodes, taken.tokens)
             if taken.passed is not None:
-                self._hand_out_hidden(current, taken.passed, [True] * len(current.samples), [])
+                nodes = [len(tree) for tree in current.trees]
+                self._hand_out_hidden(current, taken.passed, [True] * len(nodes), [], nodes)
             contexts = self._contexts(current.batch.decodes, current.samples)
             self._observe(contexts, taken.accepted)
             if not taken.ended:
@@ -172,7 +197,7 @@ class EngineCore:
             kept = len(sample.seq.token_ids) - length
             sample.record(self.version, *emitted.first(kept))
             self.scheduler.settle(sample.seq, kept, flying=self._ahead is not None)
-            self._count_pass(sample, tree, min(accepted, kept), kept)
+            self._count_pass(sample, len(tree), max(tree.depths), min(accepted, kept), kept)
             if i in taken.ended and kept == len(taken.tokens[i]):
                 self.end(sample, self._stop_of(sample, emitted, kept))
 
@@ -189,27 +214,49 @@ class EngineCore:
         batch, rides = current.batch, self._rides(current)
         self._count_step(sum(rides) + len(batch.chunks))
         self._take_prompt_logits(result)
+        shapes = result.drafted or [Drafted(len(tree), max(tree.depths), 0.0) for tree in current.trees]
+        if result.drafted is not None:
+            self._tell_drafter(current.samples, result.drafted)
+        drafted_behind = self._ahead is not None and not self._ahead.lengths  # it has taken the hidden states
         firsts = [chunk.seq.kv_len for chunk in batch.chunks]
         for chunk in batch.chunks:
             self.counters.prefill_passes += 1
             self.counters.prefill_tokens += chunk.count
             self.scheduler.advance_prefill(chunk)
-        rows = zip(batch.decodes, current.samples, current.trees, result.emitted, rides)
+        rows = zip(batch.decodes, current.samples, shapes, result.emitted, rides)
         stops = [
-            (sample, self._commit(decode, sample, tree, emitted))
-            for decode, sample, tree, emitted, rode in rows if rode
+            (sample, self._commit(decode, sample, shape, emitted, drafted_behind))
+            for decode, sample, shape, emitted, rode in rows if rode
         ]
-        if result.hidden:
-            self._hand_out_hidden(current, result.passed, rides, firsts)
+        if drafted_behind:
+            self._follow_drafts([sample for sample, stop in stops if stop is None])
+        elif result.hidden:
+            self._hand_out_hidden(current, result.passed, rides, firsts, [shape.nodes for shape in shapes])
         for sample, stop in stops:
             if stop is not None:
                 self.end(sample, stop)
 
-    def _hand_out_hidden(self, current: Pass, passed: PassHidden, rides: list[bool], firsts: list[int]) -> None:
-        """The samples have their new tokens by now. firsts: where each chunk began."""
+    def _tell_drafter(self, samples: Seq[Sample], drafted: Seq[Drafted]) -> None:
+        assert isinstance(self.drafter, EagleDrafter), "trees that the device drafted with nothing"
+        for sample, tree in zip(samples, drafted):
+            if tree.nodes > 1:
+                greedy = sample.request.params.temperature < GREEDY_BELOW
+                self.drafter.drafted(sample.seq.seq_id, greedy, tree.expected)
+
+    def _follow_drafts(self, going_on: Seq[Sample]) -> None:
+        """The pass whose tokens these samples have just been given has been drafted from already."""
+        assert self._ahead is not None and isinstance(self.drafter, EagleDrafter)
+        self._ahead = replace(self._ahead, lengths=_lengths(self._ahead.samples))
+        for sample in going_on:
+            self.drafter.extended(sample.seq.seq_id, sample.seq.kv_len)
+
+    def _hand_out_hidden(
+        self, current: Pass, passed: PassHidden, rides: list[bool], firsts: list[int], nodes: list[int]
+    ) -> None:
+        """The samples have their new tokens by now. firsts: where each chunk began. nodes: of each tree."""
         decodes = [
-            Kept(s, len(tree), length - 1, len(s.seq.token_ids) - length if rode else 0)
-            for s, tree, length, rode in zip(current.samples, current.trees, current.lengths, rides)
+            Kept(s, rows, length - 1, len(s.seq.token_ids) - length if rode else 0)
+            for s, rows, length, rode in zip(current.samples, nodes, current.lengths, rides)
         ]
         chunks = [(c, first, self.samples[c.seq.seq_id]) for c, first in zip(current.batch.chunks, firsts)]
         self._consumers.take(hidden_rows(passed, decodes, chunks))
@@ -291,8 +338,11 @@ class EngineCore:
 
     # ---------------------------------------------------------------- after the pass
 
-    def _commit(self, decode: Decode, sample: Sample, tree: DraftTree, emitted: Emitted) -> Stop | None:
-        """Append what was emitted up to the first stop; what lies behind it leaves no trace."""
+    def _commit(
+        self, decode: Decode, sample: Sample, shape: Drafted, emitted: Emitted, flying: bool
+    ) -> Stop | None:
+        """Append what was emitted up to the first stop; what lies behind it leaves no trace. flying: a pass behind it
+        has look-ahead pages in use."""
         stop: Stop | None = None
         kept = 0
         rule = StopRule(sample.request.params, self.runner.eos_ids)
@@ -308,10 +358,10 @@ class EngineCore:
             stop = rule.after(sample, token)
             if stop is not None:
                 break
-        self.scheduler.commit(decode, kept)
+        self.scheduler.commit(decode, kept, flying=flying and stop is None)
         if sample.forced is None:
             accepted = min(kept, len(emitted.tokens) - 1)
-            self._count_pass(sample, tree, accepted, kept)
+            self._count_pass(sample, shape.nodes, shape.deepest, accepted, kept)
             if self.drafter is not None and decode.seq.speculate:
                 self.drafter.observe(_context(sample, decode.max_nodes), accepted)
         return stop
@@ -328,11 +378,11 @@ class EngineCore:
         self.counters.steps += 1
         self.counters.running_per_step.append(running)
 
-    def _count_pass(self, sample: Sample, tree: DraftTree, accepted: int, kept: int) -> None:
+    def _count_pass(self, sample: Sample, nodes: int, deepest: int, accepted: int, kept: int) -> None:
         for counts in (self.counters.spec, sample.output.spec):
-            counts.add_pass(len(tree), max(tree.depths), accepted, kept)
+            counts.add_pass(nodes, deepest, accepted, kept)
         version = getattr(self.drafter, "version", None)
-        if version is not None and len(tree) > 1:
+        if version is not None and nodes > 1:
             sample.output.add_drafter_version(version, kept)
 
     def _take_prompt_logits(self, result: StepResult) -> None:

@@ -6,7 +6,8 @@ processors, top log-probabilities, scoring).
 
 A plain step can be launched before the step in front of it has been read: the device turns the tokens it drew itself
 into the next inputs (`launch_ahead`). Behind a verification the host takes the tokens, drafts and launches
-(`launch_next`). Either way stops, where they need text, and outputs are handled while the GPU is on the next step.
+(`launch_next`), or, with a learned drafter, the device drafts by itself (`launch_drafted`, drafting.py). Either way
+stops, where they need text, and outputs are handled while the GPU is on the next step.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ import torch
 from tlt_kernels import RowParams, SampleResult, Walk, copy_pages, cuda
 from torch import Tensor
 
+from tlt_engine.engine.drafting import DeviceDrafting
 from tlt_engine.engine.hidden import PassHidden
 from tlt_engine.engine.layout import DeviceView, Layout, frame_sections
 from tlt_engine.engine.packing import Lanes, PackedStep, StepBuffers, needs_host, noise_ids, pack_step, row_params
-from tlt_engine.engine.runner import Emitted, Flight, Landed, ModelRunner, StepResult, Taken, top_logprobs
+from tlt_engine.engine.runner import Drafted, Emitted, Flight, Landed, ModelRunner, StepResult, Taken, top_logprobs
 from tlt_engine.engine.sample import Sample
 from tlt_engine.engine.staging import Frame, Results, Sections, Staging, sections_bytes
-from tlt_engine.graphs.buckets import Buckets, GraphKey
+from tlt_engine.graphs.buckets import Buckets, DraftKey, ExtendKey, GraphKey
 from tlt_engine.graphs.cache import Graph, GraphCache
 from tlt_engine.graphs.capture import CapturedGraph, Capturer
 from tlt_engine.kvcache.storage import KVStorage
 from tlt_engine.models import Transformer
 from tlt_engine.models.cuda_pass import Chunks, CudaPass
 from tlt_engine.scheduler.sequence import Batch, Chunk, Sequence
+from tlt_engine.speculation.learned import EagleDrafter
 from tlt_engine.speculation.tree import DraftTree
 from tlt_engine.types import MAX_NODES, StepInputs, StepOutputs
 
@@ -45,14 +48,16 @@ def result_sections(requests: int, rows: int, steps: int) -> Sections:
     return {
         "accept_lens": ((requests,), I32), "paths": ((requests, steps), I32), "tokens": ((requests, steps), I64),
         "logprobs": ((rows,), F32), "raw": ((rows,), F32), "drawn": ((rows,), I64),
+        "indptr": ((requests + 1,), I32), "deepest": ((requests,), I32), "expected": ((requests,), F32),
     }
 
 
 @dataclass
 class _Draw:
     """What the draw after a pass needs, and what a step ahead takes over. nodes: rows of each request. steps: columns
-    of the walk, the deepest node's depth + 1. lanes: None for a step with chunks. pages: how many of each sequence's
-    pages the device knows."""
+    of the walk, the deepest node's depth + 1. lanes: None for a step with chunks, and where the device has drafted.
+    pages: how many of each sequence's pages the device knows. bucket: of a pass that `launch_drafted` may go on from:
+    the results lie where they lie for all of that size, and view is the whole layout."""
 
     view: DeviceView
     nodes: Seq[int]
@@ -62,6 +67,15 @@ class _Draw:
     samples: Seq[Sample]
     lanes: Lanes | None
     pages: list[int]
+    bucket: GraphKey | None = None
+    drafted: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Requests, rows and columns that the results have room for."""
+        if self.bucket is None:
+            return len(self.nodes), sum(self.nodes), self.steps
+        return self.bucket.batch, self.bucket.rows, self.steps
 
 
 @dataclass
@@ -82,13 +96,17 @@ class DeviceFlight:
     def by_ids(self) -> bool:
         return self.draw.lanes is not None and self.draw.lanes.by_ids
 
+    @property
+    def draftable(self) -> bool:
+        return self.draw.bucket is not None
+
     def result(self) -> StepResult:
         self.done.synchronize()
-        host, draw = self.frame.host, self.draw
-        lens, tokens = host["accept_lens"].tolist(), host["tokens"].tolist()
-        nodes = np.array(draw.nodes)
+        host, draw, count = self.frame.host, self.draw, len(self.draw.samples)
+        lens, tokens = host["accept_lens"][:count].tolist(), host["tokens"].tolist()
+        nodes = np.diff(host["indptr"])[:count] if draw.drafted else np.array(draw.nodes)
         starts = np.cumsum(nodes) - nodes
-        rows = np.maximum(host["paths"], 0) + starts[:, None]
+        rows = np.maximum(host["paths"][:count], 0) + starts[:, None]
         logprobs = host["logprobs"][rows].tolist()
         raw = host["raw"][rows].tolist() if draw.want_raw else None
         paths = host["paths"].tolist() if self.hidden else [[]] * len(lens)
@@ -98,7 +116,11 @@ class DeviceFlight:
             top = top_logprobs(None, tokens[i][:n], logprobs[i][:n], 0) if params.logprobs is not None else None
             keep_raw = raw[i][:n] if raw is not None and params.raw_logprobs else None
             emitted.append(Emitted(tokens[i][:n], logprobs[i][:n], keep_raw, top, paths[i][:n]))
-        return StepResult(emitted, self.prompt_logits, self.hidden)
+        drafted = None
+        if draw.drafted:
+            columns = (nodes.tolist(), host["deepest"].tolist(), host["expected"].tolist())
+            drafted = [Drafted(*values) for values in zip(*columns)]
+        return StepResult(emitted, self.prompt_logits, self.hidden, drafted)
 
 
 class DeviceRunner(ModelRunner):
@@ -137,6 +159,14 @@ class DeviceRunner(ModelRunner):
         self._hidden: dict[int, Tensor] = {}  # where the graphs leave what is captured
         self._stream: torch.cuda.Stream | None = None
         self._latest: DeviceFlight | None = None  # whose inputs are still what the device holds
+        self._drafting: DeviceDrafting | None = None
+
+    def draft_on_device(self, drafter: EagleDrafter) -> None:
+        if self._graphs is not None and not drafter.needs_host:
+            pad_slot = self._dummy_page * self.page_size
+            self._drafting = DeviceDrafting(
+                drafter, self._graphs.buckets, self.device, page_size=self.page_size, pad_slot=pad_slot
+            )
 
     def set_capture(self, layers: tuple[int, ...]) -> None:
         """Graphs write these hidden states or none: they are captured again."""
@@ -150,7 +180,9 @@ class DeviceRunner(ModelRunner):
     def buffer_bytes(self) -> int:
         logits = self._logits.nbytes if self._graphs is not None else 0
         hidden = sum(states.nbytes for states in self._hidden.values())
-        return self.buffers.bytes + self._staging.bytes + self._results.bytes + self._pass.bytes + logits + hidden
+        drafting = 0 if self._drafting is None else self._drafting.bytes
+        runs = self._staging.bytes + self._results.bytes + self._pass.bytes
+        return self.buffers.bytes + runs + logits + hidden + drafting
 
     # ---------------------------------------------------------------- a step
 
@@ -183,7 +215,8 @@ class DeviceRunner(ModelRunner):
         self._latest = None
         nodes = [len(tree.tokens) for tree in trees]
         rows = sum(nodes)
-        graph, key = self._graph_for(len(trees), rows)
+        bucket = self._drafts_for(lanes, rows)
+        graph, key = self._graph_for(len(trees), rows, bucket)
         layout = self._layout(len(trees), rows, rows) if key is None else self._layout_of(key)
         self._staging.open(layout.frame)
         rows, deepest = layout.fill_decodes(trees, lanes)
@@ -208,6 +241,10 @@ class DeviceRunner(ModelRunner):
             repeatable = len(trees) == rows and graph is not None and constant
             pages = [len(s.seq.pages) for s in lanes.samples] if repeatable else []
             draw = _Draw(view, nodes, params, deepest + 1, lanes.wants_raw, lanes.samples, lanes, pages)
+            if bucket is not None and key is not None and self._drafting is not None:
+                pages = [len(s.seq.pages) for s in lanes.samples]
+                whole, columns = layout.view(key.batch, key.rows), self._drafting.columns
+                draw = replace(draw, view=whole, steps=columns, pages=pages, bucket=key)
             return self._draw(layout, key, draw, out, [], repeatable)
 
     def _launch_mixed(self, batch: Batch, trees: list[DraftTree], samples: Seq[Sample]) -> Flight:
@@ -264,17 +301,47 @@ class DeviceRunner(ModelRunner):
             graph.replay()
             return self._draw(layout, flight.key, draw, StepOutputs(self._logits[:rows]), [], True)
 
+    @torch.inference_mode()
+    def launch_drafted(self, flight: Flight, samples: Seq[Sample]) -> Flight | None:
+        drafting = self._drafting
+        if drafting is None or not isinstance(flight, DeviceFlight) or flight is not self._latest:
+            return None
+        assert self._graphs is not None and flight.draw.bucket is not None
+        with torch.cuda.device(self.device):
+            self._follow_stream()
+            layout, draw, key = flight.layout, flight.draw, flight.draw.bucket
+            rows = min(len(samples) * drafting.verify, key.rows)
+            graph = self._graphs.get(key, rows, capture=False)
+            if graph is None:
+                drafting.refuse("its graph has been released")
+                return None
+            graphs = drafting.graphs(self._graphs, key, len(samples))  # they may capture, on empty seats
+            reason = drafting.seat(samples, self.eos_ids)
+            if reason is not None:
+                drafting.refuse(reason)
+                return None
+            self._refresh_pages(layout, draw, [s.seq for s in samples])
+            drafting.step(graphs, key, layout, flight.walk, self._hidden)
+            graph.replay()
+            temperature = RowParams(layout.frame.device["temperature"][:rows])
+            draw = replace(draw, nodes=(), params=temperature, lanes=None, drafted=True)
+            out = StepOutputs(self._logits[:rows], {i: self._hidden[i][:rows] for i in self.capture})
+            return self._draw(layout, key, draw, out, [], False)
+
     def _draw(
         self, layout: Layout, key: GraphKey | None, draw: _Draw, out: StepOutputs,
         prompt_logits: list[tuple[Chunk, Tensor]], repeatable: bool,
     ) -> DeviceFlight:
         view, logits = draw.view, out.logits
-        frame = self._results.open((len(draw.nodes), len(logits), draw.steps))
-        d = frame.device
-        drawn = SampleResult(d["drawn"], d["logprobs"], d["raw"] if draw.want_raw else None)
-        cuda.sample(logits, view.ids, draw.params, vocab_limit=self.vocab_limit, out=drawn)
+        frame = self._results.open(draw.sizes)
+        d, rows = frame.device, len(logits)
+        drawn = SampleResult(d["drawn"][:rows], d["logprobs"][:rows], d["raw"] if draw.want_raw else None)
+        ids = view.ids if draw.bucket is None else view.ids[:rows]
+        cuda.sample(logits, ids, draw.params, vocab_limit=self.vocab_limit, out=drawn)
         walk = Walk(d["accept_lens"], d["paths"], d["tokens"])
-        cuda.verify_tree(drawn.tokens, view.trees, steps=draw.steps, out=walk)
+        cuda.verify_tree(d["drawn"], view.trees, steps=draw.steps, out=walk)
+        if draw.drafted and self._drafting is not None:
+            self._drafting.tell(len(d["accept_lens"]), layout, d)
         if draw.steps > 1:  # a root's KV is where it belongs
             cuda.commit_kv(self.kv.data, view.inputs.page_table, view.inputs.prefix_lens, walk)
         done = self._results.fetch(frame)
@@ -337,8 +404,23 @@ class DeviceRunner(ModelRunner):
 
     # ---------------------------------------------------------------- graphs
 
-    def _graph_for(self, requests: int, rows: int) -> tuple[Graph | None, GraphKey | None]:
-        """The graph that serves the step, captured if need be; (None, None): it runs eagerly at its own size."""
+    def _drafts_for(self, lanes: Lanes, rows: int) -> GraphKey | None:
+        """The graph that a decode step must take for `launch_drafted` to go on from it; None: it cannot. A step without
+        drafts is left as small as it is."""
+        if self._drafting is None or rows == len(lanes.samples):
+            return None
+        simple = lanes.plain and not lanes.needs_host and not lanes.wants_raw
+        if not simple:
+            self._drafting.refuse("requests with more than a temperature")
+        return self._drafting.key(len(lanes.samples)) if simple else None
+
+    def _graph_for(
+        self, requests: int, rows: int, bucket: GraphKey | None = None
+    ) -> tuple[Graph | None, GraphKey | None]:
+        """The graph that serves the step, captured if need be; (None, None): it runs eagerly at its own size. bucket:
+        take that of this size."""
+        if self._graphs is not None and bucket is not None:
+            rows = bucket.rows
         key = None if self._graphs is None else self._graphs.choose(requests, rows)
         if self._graphs is None or key is None:
             return None, None
@@ -348,6 +430,11 @@ class DeviceRunner(ModelRunner):
     @torch.inference_mode()
     def _capture(self, key: GraphKey) -> CapturedGraph:
         """On a step of padding alone, so that running it any number of times touches nobody's KV."""
+        if isinstance(key, ExtendKey | DraftKey):
+            assert self._drafting is not None, f"graph {key}: nobody drafts"
+            d = self._results.view((key.batch, 0, self._drafting.columns))
+            walk = Walk(d["accept_lens"], d["paths"], d["tokens"])  # ahead of all that depends on rows
+            return self._drafting.capture(key, self._capturer, walk, self._hidden)
         layout = self._layout_of(key)
         self._latest = None
         self._staging.begin(layout.frame)
@@ -381,4 +468,7 @@ class DeviceRunner(ModelRunner):
         return [*([self._logits] if self._graphs is not None else []), *self._hidden.values()]
 
     def graph_report(self) -> dict[str, Any] | None:
-        return None if self._graphs is None else self._graphs.report()
+        if self._graphs is None:
+            return None
+        report = self._graphs.report()
+        return report if self._drafting is None else report | {"drafting": self._drafting.report()}

@@ -77,6 +77,8 @@ class RolloutEngine(Resident):
             self.config, drafter, self.model, self.max_model_len, eos_ids=sorted(self.eos_ids),
             vocab_limit=self.vocab_limit,
         )
+        if isinstance(own, EagleDrafter):
+            runner.draft_on_device(own)
         self._core = EngineCore(scheduler, runner, own, spec, self._on_end)
         self._intake = Intake(
             vocab_size=self.model_config.vocab_size, max_model_len=self.max_model_len, tokenizer=self.tokenizer,

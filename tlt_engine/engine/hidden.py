@@ -70,6 +70,10 @@ class HiddenConsumers:
         """Indices that a pass must capture."""
         return tuple(sorted({layer for consumer in self._all for layer in consumer.hidden_layers}))
 
+    @property
+    def recorded(self) -> bool:
+        return bool(self._recorders)
+
     def add(self, recorder: HiddenRecorder) -> None:
         if recorder not in self._recorders:
             self._recorders.append(recorder)

@@ -30,6 +30,7 @@ from tlt_engine.kvcache.storage import KVStorage
 from tlt_engine.models import Transformer
 from tlt_engine.outputs import Logprob
 from tlt_engine.scheduler.sequence import Batch, Chunk, Sequence
+from tlt_engine.speculation.learned import EagleDrafter
 from tlt_engine.speculation.tree import DraftTree
 
 
@@ -54,10 +55,23 @@ class Emitted:
 
 
 @dataclass(frozen=True)
+class Drafted:
+    """What the host learns of a tree that the device drafted: nodes, root included, the deepest one's depth, and the
+    sum of the chances it gave its drafts."""
+
+    nodes: int
+    deepest: int
+    expected: float
+
+
+@dataclass(frozen=True)
 class StepResult:
+    """drafted: of each decode, where the device drafted its tree."""
+
     emitted: list[Emitted]
     prompt_logits: list[tuple[Chunk, Tensor]]  # logits [count, V] of the chunks that asked
     hidden: dict[int, Tensor] = field(default_factory=dict)  # as StepOutputs.hidden, if captured
+    drafted: list[Drafted] | None = None
 
     @property
     def passed(self) -> PassHidden:
@@ -83,6 +97,10 @@ class Flight(Protocol):
         """It did nothing but decode, and ids and lengths alone decide where its samples end: its tokens can be taken
         before the rest."""
 
+    @property
+    def draftable(self) -> bool:
+        """Whether the device can go on to the next verification by itself: ModelRunner.launch_drafted."""
+
     def result(self) -> StepResult:
         """Waits for the pass. Called once, before the launch after the next one."""
 
@@ -93,6 +111,7 @@ class Landed:
 
     landed: StepResult
     by_ids = False  # there is no rest to put off
+    draftable = False
 
     def result(self) -> StepResult:
         return self.landed
@@ -126,6 +145,15 @@ class ModelRunner:
     def launch_ahead(self, flight: Flight, sequences: Seq[Sequence]) -> Flight | None:
         """The plain step after `flight`, which may still be running, for the same sequences in the same order, each
         with a page for one more slot. None where the step cannot be launched without the tokens of `flight`."""
+        return None
+
+    def draft_on_device(self, drafter: EagleDrafter) -> None:
+        """Let the device draft with it between verifications, where it can. Once, before any step."""
+
+    def launch_drafted(self, flight: Flight, samples: Seq[Sample]) -> Flight | None:
+        """The verification after `flight`, which is draftable and may still be running, for the same samples, of trees
+        that the device drafts from its tokens; each sample has pages for the most that this can write. None where the
+        host must draft."""
         return None
 
     def take(self, flight: Flight) -> Taken:

@@ -132,6 +132,29 @@ class Staging:
         self._copied.record(self.stream)
 
 
+class Upload:
+    """Arrays that the host writes now and then, on the device at addresses that never move: `begin`, write
+    frame.host, `send`."""
+
+    def __init__(self, sections: Sections, device: torch.device) -> None:
+        size = sections_bytes(sections)
+        self._host, self._device = pinned(size), torch.zeros(size, dtype=torch.uint8, device=device)
+        self.frame = Frame(self._host, self._device, sections)
+        self._sent = torch.cuda.Event()
+
+    @property
+    def bytes(self) -> int:
+        return len(self._device)
+
+    def begin(self) -> None:
+        """Waits for the copy before, which is long done."""
+        self._sent.synchronize()
+
+    def send(self) -> None:
+        copy_bytes(self._device, self._host, 0, self.frame.end, self._device.device)
+        self._sent.record()
+
+
 class Results:
     """Device results of a step in one buffer, read back in one copy. Two host buffers: while one is read, the next
     step's copy fills the other. sections(*sizes): what a step of these sizes gives; largest: the sizes to allocate for.
@@ -159,6 +182,10 @@ class Results:
                 self._frames.clear()
             frame = self._frames[key] = Frame(self._hosts[self._turn], self._device, self._sections(*sizes))
         return frame
+
+    def view(self, sizes: tuple[int, ...]) -> dict[str, Tensor]:
+        """Where they lie on the device for a step of these sizes."""
+        return Frame(self._hosts[0], self._device, self._sections(*sizes)).device
 
     def fetch(self, frame: Frame) -> torch.cuda.Event:
         """Starts the copy; the frame's host arrays hold the results once the event has happened."""

@@ -27,6 +27,24 @@ class GraphKey:
         return f"{self.batch}x{self.nodes}"
 
 
+@dataclass(frozen=True)
+class ExtendKey(GraphKey):
+    """The learned drafter's entries of a walk's tokens. nodes: columns of the walk, the depth of the trees + 1."""
+
+    def __str__(self) -> str:
+        return f"extend {self.batch}x{self.nodes}"
+
+
+@dataclass(frozen=True)
+class DraftKey(GraphKey):
+    """The learned drafter's levels. nodes: how many, the depth of the trees. top_k: children of a node."""
+
+    top_k: int
+
+    def __str__(self) -> str:
+        return f"draft {self.batch}x{self.nodes}x{self.top_k}"
+
+
 class Buckets:
     """keys: all sizes, largest first, as they are captured up front: a small graph then fits into memory that a large
     one has left in the pool."""
@@ -44,10 +62,13 @@ class Buckets:
         return self._chosen[batch, rows]
 
 
-def default_buckets(max_num_seqs: int, verify: int, max_rows: int = MAX_ROWS) -> Buckets:
+def default_buckets(max_num_seqs: int, verify: int, max_rows: int = MAX_ROWS, *, full: bool = False) -> Buckets:
     """For engines of up to max_num_seqs samples and draft trees of up to `verify` nodes: every pair of BATCHES and
-    NODES up to the first that holds these, within max_rows rows."""
+    NODES up to the first that holds these, within max_rows rows. full: trees mostly have all `verify` nodes, so there
+    are graphs for just that (at 32 x 6, padding to 8 nodes would cost 1 ms of 7.6)."""
     batches, nodes = _up_to(BATCHES, max_num_seqs), _up_to(NODES, verify)
+    if full:
+        nodes = [n for n in nodes if n < verify] + [verify]
     return Buckets(GraphKey(b, v) for b in batches for v in nodes if b * v <= max_rows)
 
 

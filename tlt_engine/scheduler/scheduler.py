@@ -182,9 +182,9 @@ class Scheduler:
             seq.status = Status.RUNNING
         self._cache(seq, before)
 
-    def commit(self, decode: Decode, new_kv: int) -> None:
+    def commit(self, decode: Decode, new_kv: int, *, flying: bool = False) -> None:
         """The pass appended `new_kv` tokens to token_ids (those kept after stops), and the KV of the root and of all of
-        them but the last is in the slots from kv_len on. Look-ahead pages go back."""
+        them but the last is in the slots from kv_len on. Look-ahead pages go back, as settle() says."""
         seq = decode.seq
         if seq.status is not Status.RUNNING:
             return
@@ -193,7 +193,7 @@ class Scheduler:
             f"sequence {seq.seq_id}: {new_kv} keys of {decode.max_nodes} nodes committed, kv_len {seq.kv_len} for "
             f"{len(seq.token_ids)} tokens"
         )
-        self.settle(seq, new_kv)
+        self.settle(seq, new_kv, flying=flying)
 
     def extend(self, decodes: Iterable[Decode], tokens: Iterable[list[int]]) -> None:
         """The first half of commit(), for running sequences whose next pass is to be launched at once: their new

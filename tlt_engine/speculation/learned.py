@@ -26,10 +26,11 @@ from tlt_engine.speculation.candidates import Candidates, log_chances
 from tlt_engine.speculation.draft_rows import DraftRows
 from tlt_engine.speculation.drafter import DraftContext
 from tlt_engine.speculation.hidden import HiddenRows
-from tlt_engine.speculation.lanes import Lanes, Span
+from tlt_engine.speculation.lanes import Lane, Lanes, Span
 from tlt_engine.speculation.learned_pass import Beam, EaglePass, Entries, Output
 from tlt_engine.speculation.model_free import ModelFreeDrafter
 from tlt_engine.speculation.sharpness import Sharpness
+from tlt_engine.speculation.static_draft import StaticDraft
 from tlt_engine.speculation.tree import DraftTree
 from tlt_engine.types import MAX_NODES
 
@@ -98,6 +99,8 @@ class EagleDrafter:
         self._loads = 0
         # By sample, of drafts that have not been observed yet: is it greedy, and how many should be accepted.
         self._drafted: dict[int, tuple[bool, float]] = {}
+        self._static: StaticDraft | None = None
+        self._proposals = 0
 
     # ---------------------------------------------------------------- what the engine calls
 
@@ -116,6 +119,7 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
+        self._proposals += 1
         trees = [DraftTree.root(c.token_ids[-1]) for c in contexts]
         others = None if self._model_free is None else self._model_free.propose_with_chances(contexts)
         asked: list[int] = []
@@ -156,10 +160,11 @@ class EagleDrafter:
             self._model_free.finish(seq_id)
 
     def memory_bytes(self) -> int:
-        """Weights, lanes and tables, and the model-free drafter's."""
+        """Weights, lanes and tables, static tensors, and the model-free drafter's."""
         weights = sum(t.untyped_storage().nbytes() for t in (*self.model.parameters(), *self.model.buffers()))
         others = 0 if self._model_free is None else self._model_free.memory_bytes()
-        return weights + self._lanes.bytes + self._pass.bytes + others
+        static = 0 if self._static is None else self._static.bytes
+        return weights + self._lanes.bytes + self._pass.bytes + others + static
 
     def device_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """For RolloutEngine.sleep: weights, whose values must come back, and hidden states, K and V, which are computed
@@ -168,14 +173,47 @@ class EagleDrafter:
         return [t.detach() for t in weights], [self._lanes.ring, self._lanes.kv.data]
 
     def stats(self) -> dict[str, Any]:
-        """version and how often weights were loaded; lanes that samples hold, and their bytes with those of the rings;
-        sharpness: of the estimated chances, for requests with noise and for greedy ones; alarms: how often ALARM_PASSES
-        drafted passes in a row had an accept length below ALARM_BELOW."""
+        """version and how often weights were loaded; proposals: steps whose trees the host asked for; lanes that samples
+        hold, and their bytes with those of the rings; sharpness: of the estimated chances, for requests with noise and
+        for greedy ones; alarms: how often ALARM_PASSES drafted passes in a row had an accept length below ALARM_BELOW.
+        """
         return {
-            "version": self.version, "loads": self._loads, "lanes": self._lanes.held, "lane_bytes": self._lanes.bytes,
+            "version": self.version, "loads": self._loads, "proposals": self._proposals, "lanes": self._lanes.held,
+            "lane_bytes": self._lanes.bytes,
             "sharpness": {"noise": self._sharpness.value[False], "greedy": self._sharpness.value[True]},
             "alarms": self._watch.alarms,
         }
+
+    # ---------------------------------------------------------------- drafts that the device makes itself
+
+    @property
+    def needs_host(self) -> bool:
+        """Proposals that no static pass can make: the model-free drafter's are among them."""
+        return self._model_free is not None
+
+    def static(self, batch: int) -> StaticDraft:
+        """Over the same lanes, for at most `batch` requests."""
+        assert not self.needs_host, "static: the model-free drafter has no place on the device"
+        self._static = StaticDraft(
+            self.model, self._lanes, self._pass, self.config, batch=batch, width=self._width,
+            vocab_limit=self._vocab_limit,
+        )
+        return self._static
+
+    def whole_lane(self, seq_id: int, stop: int) -> Lane | None:
+        """Lanes.whole: None where the host must catch up first."""
+        return self._lanes.whole(seq_id, stop)
+
+    def sharpness_of(self, greedy: bool) -> float:
+        return self._sharpness.value[greedy]
+
+    def extended(self, seq_id: int, stop: int) -> None:
+        """StaticDraft.extend has been at the entries before `stop`, in place of `take`."""
+        self._lanes.extended(seq_id, stop)
+
+    def drafted(self, seq_id: int, greedy: bool, expected: float) -> None:
+        """Before `observe`: of a tree that StaticDraft has made, with drafts in it."""
+        self._drafted[seq_id] = (greedy, expected)
 
     # ---------------------------------------------------------------- weights
 

@@ -187,7 +187,7 @@ class StaticDraft:
         batch, nodes = above.shape
 
         def spread(values: Tensor) -> Tensor:
-            return values[:, None].expand(batch, nodes).reshape(-1)
+            return values[:, None].expand(batch, nodes).reshape(-1).contiguous()  # of one row it would be a view
 
         temperature, config = spread(seats.temperature), self.config
         ids = NoiseIds(spread(seats.keys), spread(positions), spread(seats.samples), spread(seats.segments))
