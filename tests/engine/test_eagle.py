@@ -119,7 +119,7 @@ def test_d2t_holds_offsets() -> None:
 
 @pytest.mark.parametrize("overrides", [
     {"kind": "eagle2"}, {"window": 0}, {"num_kv_heads": 3}, {"aux_layers": (1, 1)}, {"draft_vocab_size": 65},
-    {"rope": RopeConfig(kind="dynamic", rotary_dim=8)}, {"kind": "eagle1"},
+    {"rope": RopeConfig(kind="dynamic", rotary_dim=8)}, {"kind": "eagle1"}, {"head_dim": 6},
 ])
 def test_configs_that_cannot_be_are_refused(overrides: dict) -> None:
     with pytest.raises(ValueError, match="EagleConfig"):

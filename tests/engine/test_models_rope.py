@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.tiny import hf_logits, prefill_logits, tiny_config, tiny_hf_model
 from tlt_engine.models.config import ModelConfig
 from tlt_engine.models.loader import load_model
 from tlt_engine.models.rope import RopeConfig, inverse_frequencies, rope_tables
+from tlt_engine.models.transformer import Transformer
 
 IDS = [int(i) for i in torch.randint(0, 64, (220,), generator=torch.Generator().manual_seed(2))]
 KINDS: dict[str, dict[str, Any]] = {
@@ -160,3 +162,10 @@ def test_context_limit(kind: str, limit: int) -> None:
     assert config.context_limit == limit
     with pytest.raises(ValueError, match="max_model_len"):
         config.check_length(limit + 1)
+
+
+def test_a_rope_wider_than_a_head_is_refused() -> None:
+    """The ops of a pass are called unchecked and would write past the head."""
+    config = ModelConfig.from_hf(tiny_config())
+    with pytest.raises(ValueError, match=r"rope.rotary_dim: expected at most head_dim = 8, got 16"):
+        Transformer(replace(config, rope=RopeConfig(rotary_dim=16)))

@@ -67,6 +67,9 @@ class EagleConfig:
                          "correct it")
         if self.window is not None and self.window < 1:
             raise refuse("EagleConfig.window", "None or at least 1", self.window, "None attends to everything")
+        if self.rope.rotary_dim > self.head_dim:
+            raise refuse("EagleConfig.rope", f"rotary_dim at most head_dim = {self.head_dim}", self.rope.rotary_dim,
+                         "give the drafter a rope of its own")
         if self.rope.kind == "dynamic":
             raise refuse("EagleConfig.rope", "angles that do not depend on lengths", self.rope.kind,
                          "use kind 'default'")

@@ -45,6 +45,9 @@ class Transformer:
         self.device = torch.device(device)
         self.max_model_len = max_model_len or config.context_limit
         config.check_length(self.max_model_len)
+        if config.rope.rotary_dim > config.head_dim:  # the ops are called unchecked and would write past a head
+            raise refuse("rope.rotary_dim", f"at most head_dim = {config.head_dim}", config.rope.rotary_dim,
+                         "correct the config")
         self.weights = Weights(config, dtype=dtype, device=self.device, lm_head_dtype=lm_head_dtype)
         self.cos, self.sin = rope_tables(config.rope, self.max_model_len, self.device)
         self._scale = config.head_dim**-0.5
