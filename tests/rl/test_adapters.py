@@ -173,3 +173,11 @@ def test_accept_counts_are_raw():
     assert sample.token_ids == plain[0].outputs[0].token_ids
     assert counts["spec_num_verify_steps"] < 6
     assert counts["spec_num_accepted_tokens"] == 6 - counts["spec_num_verify_steps"]
+
+
+def test_settings_that_change_the_samples_are_never_passed_over():
+    for wrong in ({"best_of": 4}, {"use_beam_search": True}, {"max_tokens": 8, "max_new_tokens": 16}):
+        with pytest.raises(ValueError, match="sampling_params"):
+            sampling_params(wrong)
+    assert sampling_params({"best_of": 1, "use_beam_search": False, "detokenize": False}).detokenize is False
+    assert sampling_params({"max_tokens": 8, "max_new_tokens": 8}).max_tokens == 8

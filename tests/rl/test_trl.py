@@ -35,6 +35,7 @@ def make_trainer(tmp_path, model, *, lora: bool = False, steps: int = 3, convers
     )
     return GRPOTrainer(
         model=model, reward_funcs=even_share, args=config, train_dataset=Dataset.from_dict({"prompt": prompts}),
+        eval_dataset=Dataset.from_dict({"prompt": prompts[:4]}) if "eval_strategy" in fields else None,
         processing_class=tokenizer(), rollout_func=rollout_func, peft_config=lora_config() if lora else None,
     )
 
@@ -91,7 +92,7 @@ def test_stale_weights_are_seen(tmp_path):
     trainer = make_trainer(tmp_path, model, vllm_importance_sampling_correction=True)
     rollouts = rollouts_of(model)
     rollouts.attach(trainer)
-    rollouts.sync_weights = lambda: None
+    rollouts._sync = lambda trainer: None
     trainer.train()
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) > 1e-2
 
@@ -151,3 +152,95 @@ def test_the_policy_learns(tmp_path):
     trainer.train()
     rewards = logged(trainer, "reward")
     assert math.fsum(rewards[-3:]) / 3 > math.fsum(rewards[:3]) / 3 + 0.05, rewards
+
+
+def test_training_again_sends_the_weights_again(tmp_path):
+    """A second train() counts its steps from 0, as the first one did when it sent the weights last."""
+    model = policy()
+    trainer = make_trainer(tmp_path, model, steps=1, vllm_importance_sampling_correction=True)
+    rollouts = rollouts_of(model)
+    rollouts.attach(trainer)
+    trainer.train()
+    trainer.train()
+    assert all(d < 1e-4 for d in logged(trainer, "sampling/sampling_logp_difference/max"))
+    fresh = RolloutEngine(policy(), CONFIG).weight_checksums()
+    assert rollouts.engine.weight_checksums() != fresh
+
+
+def test_turns_after_tools_are_a_group_each():
+    """TRL asks for the samples that called a tool with num_generations=1: other prompts, any number of them."""
+    from types import SimpleNamespace
+
+    model = policy()
+    rollouts = rollouts_of(model)
+    rollouts.attach(trainer := make_trainer_stub(model))
+    first = rollouts.generate([[5, 6]] * 4, None, 4)[1]
+    after = [[5, 6, *ids, 7] for ids in first[:3]]
+    prompts, ids, logprobs, _ = rollouts.generate(after, None, 1)
+    assert prompts == after and [len(a) for a in ids] == [len(b) for b in logprobs] and all(ids)
+    with pytest.raises(ValueError, match="4 times in a row"):
+        rollouts.generate(after, None, 4)
+    assert isinstance(trainer, SimpleNamespace)
+
+
+def make_trainer_stub(model):
+    from types import SimpleNamespace
+
+    model.train()
+    return SimpleNamespace(
+        model=model, num_generations=4, num_generations_eval=4, temperature=1.0, top_p=1.0, top_k=0, min_p=None,
+        repetition_penalty=1.0, max_completion_length=8, eos_token_ids=[1], use_vllm=False, vllm_mode="server",
+        vllm_importance_sampling_correction=True, _generate_single_turn=None,
+        state=SimpleNamespace(global_step=0), args=SimpleNamespace(generation_kwargs=None),
+        accelerator=SimpleNamespace(process_index=0, unwrap_model=lambda m: m),
+    )
+
+
+def test_failed_samples_do_not_reach_the_loss():
+    """A policy that has diverged gives no distribution: TRL would train on what came before, or on nothing."""
+    model = policy()
+    rollouts = rollouts_of(model)
+    rollouts.attach(make_trainer_stub(model))
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="no valid distribution"):
+        rollouts.generate([[5, 6]] * 4, None, 4)
+
+
+def test_generation_settings_have_vllms_names_and_unknown_ones_are_named():
+    model = policy()
+    rollouts = rollouts_of(model, min_tokens=2)
+    trainer = make_trainer_stub(model)
+    trainer.args.generation_kwargs = {"presence_penalty": 0.5}
+    rollouts.attach(trainer)
+    assert all(len(ids) >= 2 for ids in rollouts.generate([[5, 6]] * 4, None, 4)[1])
+    trainer.args.generation_kwargs = {"num_beams": 4}
+    with pytest.raises(ValueError, match="num_beams"):
+        rollouts.generate([[5, 6]] * 4, None, 4)
+
+
+def test_evaluation_and_several_generations_a_step(tmp_path):
+    """steps_per_generation below gradient_accumulation_steps: two batches are rolled out at one global step, and an
+    evaluation with its own group size; none repeats another's noise, and all ratios are 1."""
+    model = policy()
+    trainer = make_trainer(
+        tmp_path, model, steps=2, vllm_importance_sampling_correction=True, gradient_accumulation_steps=2,
+        steps_per_generation=1, eval_strategy="steps", eval_steps=1, num_generations_eval=2,
+        per_device_eval_batch_size=4,
+    )
+    rollouts = rollouts_of(model)
+    rollouts.attach(trainer)
+    seeds, generate = [], rollouts.engine.generate
+
+    def recorded(prompts, params):
+        seeds.append((trainer.model.training, trainer.state.global_step, tuple((p.seed, p.n) for p in params)))
+        return generate(prompts, params)
+
+    rollouts.engine.generate = recorded
+    trainer.train()
+    training = [s for s in seeds if s[0]]
+    assert [step for _, step, _ in training] == [0, 0, 1, 1] and len(seeds) > len(training)
+    every = [seed for _, _, call in seeds for seed, _ in call]
+    assert len(set(every)) == len(every)
+    assert all(n == (4 if mode else 2) for mode, _, call in seeds for _, n in call)
+    assert all(d < 1e-4 for d in logged(trainer, "sampling/sampling_logp_difference/max"))

@@ -89,7 +89,7 @@ def weight_source(weights: Any) -> WeightSource:
             raise
         raise refuse(
             "weights", "a mapping or pairs of (Hugging Face name, tensor), a transformers model or a folder",
-            type(weights).__name__, f"{error}",
+            type(weights).__name__, f"pass model.state_dict(), for one ({error})",
         ) from error
 
 
@@ -105,6 +105,8 @@ def check_tensor(name: str, value: object) -> None:
         kind, remedy = f"{value.layout} tensor", "make it dense with to_dense()"
     elif not value.is_floating_point():
         kind, remedy = f"{value.dtype} tensor", "dequantize it"
+    elif value.element_size() == 1:  # float8 means something only together with scales of its own
+        kind, remedy = f"{value.dtype} tensor", "dequantize it with its scales"
     if kind:
         raise ValueError(f"weights: expected plain floating-point tensors, got a {kind} for {name}; {remedy} "
                          "(nothing was changed)")

@@ -51,6 +51,11 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        """Counts what was loaded, hundreds of names as a rule; names the rest."""
+        return (f"LoadReport({len(self.loaded)} loaded, missing={self.missing}, unexpected={self.unexpected}, "
+                f"notes={self.notes})")
+
 
 class Weights:
     """embed [V, H], layers, norm [H] and head [V, H], allocated once and uninitialised until the first load.
@@ -178,13 +183,14 @@ class Weights:
 
     @torch.no_grad()
     def copy(self, items: Iterable[tuple[str, Tensor]]) -> Counter[torch.dtype]:
-        """Copies tensors that `check` has passed and refreshes the head's copy; the caller may change its tensors once
-        this has returned. For streams: call check first. Returns how many came in another dtype, by dtype."""
+        """Copies tensors that `check` has passed and refreshes the head's copy; a generator may use the memory of what
+        it yielded again, in the order of the current stream. For streams: call check first. Returns how many came in
+        another dtype, by dtype."""
         self.loads += 1
         casts: Counter[torch.dtype] = Counter()
         for name, value in items:
             view = self._view(name)
-            view.copy_(value, non_blocking=True)  # from pinned memory copies then overlap
+            view.copy_(value)  # waits for what comes from the host: a source may fill its buffer anew
             if value.dtype != view.dtype:
                 casts[value.dtype] += 1
         if self.head is not self._head_master:
@@ -197,6 +203,8 @@ class Weights:
         return self.embed if name == HEAD and self._config.tie_word_embeddings else self._views[name]
 
     def _remedy(self, unexpected: Sequence[str], missing: Sequence[str]) -> str:
+        if any(".lora_" in n or ".base_layer." in n for n in unexpected):
+            return "merge the adapters on the way with tlt_engine.rl.policy.PolicyWeights(model)"
         for name in unexpected:
             prefix = next((name[: -len(known)] for known in self._views if name.endswith("." + known)), None)
             if prefix:  # of a wrapper: "module." (DDP), "_orig_mod." (compile), a doubled "model."

@@ -23,20 +23,23 @@ RENAMED = {
     "min_new_tokens": "min_tokens", "stop": "stop", "stop_strings": "stop", "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos", "seed": "seed", "sampling_seed": "seed", "logprobs": "logprobs",
     "skip_special_tokens": "skip_special_tokens", "include_stop_str_in_output": "include_stop_str_in_output",
-    "no_stop_trim": "include_stop_str_in_output", "logit_bias": "logit_bias",
+    "no_stop_trim": "include_stop_str_in_output", "logit_bias": "logit_bias", "detokenize": "detokenize",
 }
-IGNORED = {"spaces_between_special_tokens", "detokenize", "best_of", "use_beam_search"}
+IGNORED = {"spaces_between_special_tokens"}  # of the text alone, which is the tokenizer's own here
 
 
 def sampling_params(settings: Mapping[str, Any], **overrides: Any) -> SamplingParams:
     """A trainer's dict, with the names of vLLM or SGLang. logprobs True means the sampled token's only, False none.
-    ValueError for settings this engine does not have, unless their value says "off"."""
+    ValueError for settings this engine does not have, unless their value says "off", and for two names of one setting
+    that contradict each other."""
     fields: dict[str, Any] = {}
     for name, value in settings.items():
         if name in RENAMED:
-            if value is not None:
-                fields[RENAMED[name]] = value
-        elif name not in IGNORED and value:
+            field = RENAMED[name]
+            if value is not None and fields.setdefault(field, value) != value:
+                raise refuse(f"sampling_params[{name!r}]", f"{fields[field]!r}, as another name of {field} says", value,
+                             "keep one of them")
+        elif name not in IGNORED and value and not (name == "best_of" and value == 1):
             raise refuse(f"sampling_params[{name!r}]", f"one of {sorted(RENAMED)}", value, "leave it out")
     if isinstance(fields.get("logprobs"), bool):
         fields["logprobs"] = 0 if fields["logprobs"] else None

@@ -16,13 +16,14 @@ from tlt_engine.config import refuse
 from tlt_engine.models.sources import gathered
 
 WRAPPERS = ("module", "_orig_mod")  # DistributedDataParallel, torch.compile
+INNER_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # around single layers: compile, activation checkpointing
 
 
 class PolicyWeights:
     """The weights of a transformers model in training, for RolloutEngine.update_weights. model: the model itself, or
     wrapped by DDP, torch.compile or PEFT. LoRA layers come as base + sum of the active adapters' deltas, in the base
     weight's dtype; modules that PEFT trains whole (modules_to_save) come as trained. ValueError for adapters whose
-    delta cannot be added (DoRA and the like), and for LoRA on quantized weights."""
+    delta cannot be added (DoRA and the like) or is not all (lora_bias), and for LoRA on quantized weights."""
 
     def __init__(self, model: Any) -> None:
         self._model = unwrapped(model)
@@ -70,14 +71,18 @@ def _public_name(path: str, model: Any) -> str | None:
     if ".original_module." in path:
         wrapper = model.get_submodule(path.split(".original_module.")[0])
         trained = wrapper.active_adapters and not wrapper.disable_adapters
-        return None if trained else path.replace(".original_module.", ".")
+        return None if trained else _plain(path.replace(".original_module.", "."))
     if ".modules_to_save." in path:
         head, tail = path.split(".modules_to_save.")
         adapter, _, own = tail.partition(".")
         wrapper = model.get_submodule(head)
         active = adapter in wrapper.active_adapters[:1] and not wrapper.disable_adapters
-        return f"{head}.{own}" if active else None
-    return path.replace(".base_layer.", ".")
+        return _plain(f"{head}.{own}") if active else None
+    return _plain(path.replace(".base_layer.", "."))
+
+
+def _plain(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part not in INNER_WRAPPERS)
 
 
 def _adapters(layer: Any) -> set[str]:
@@ -89,6 +94,10 @@ def _check_adapter(name: str, layer: Any) -> None:
     if variants:
         raise refuse(f"adapter of {name}", "plain LoRA, whose delta is added to the weight", variants,
                      "merge it with PEFT's own merge_and_unload() and pass the merged model")
+    biased = [adapter for adapter, trained in getattr(layer, "lora_bias", {}).items() if trained]
+    if biased:
+        raise refuse(f"adapter of {name}", "LoRA without lora_bias, which is no part of the weight", biased,
+                     "train with lora_bias=False, or merge it with PEFT's own merge_and_unload()")
     if not layer.get_base_layer().weight.is_floating_point():
         raise refuse(f"base weight of {name}", "a floating-point tensor", str(layer.get_base_layer().weight.dtype),
                      "dequantize the base model for rollouts")

@@ -4,7 +4,8 @@
     trainer = GRPOTrainer(..., rollout_func=rollouts)      # official; TRL ignores the log-probabilities
     rollouts.attach(trainer)                               # instead of, or besides: TRL uses them
 
-Knows TRL's shapes. The policy's weights reach the engine when the trainer's global_step has changed.
+Knows TRL's shapes. The policy's weights reach the engine when the trainer's global_step has changed, or when its
+training has begun anew.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from tlt_engine.config import SamplingParams, refuse
 from tlt_engine.engine.engine import RolloutEngine
 from tlt_engine.outputs import CompletionOutput
+from tlt_engine.rl.adapters import sampling_params
 from tlt_engine.rl.policy import PolicyWeights
 from tlt_engine.rng import derive_seed
 
@@ -42,7 +44,7 @@ class TRLRollouts:
         self.engine, self.run_seed, self.overrides = engine, run_seed, overrides
         self.last: list[CompletionOutput] = []  # of the latest call, for metrics
         self._trainer: Any = None
-        self._synced: Any = None  # (trainer, global_step) that the engine's weights are of
+        self._synced: tuple[Any, int] = (None, -1)  # the trainer's state and global_step that the weights are of
         self._calls: tuple[Any, int] = (None, 0)
 
     # ---------------------------------------------------------------- rollout_func
@@ -52,7 +54,9 @@ class TRLRollouts:
         target pass, bonus included) and finish_reason."""
         self._sync(trainer)
         prompt_ids = [_token_ids(prompt, trainer) for prompt in prompts]
-        samples = self._roll_out(prompt_ids, trainer)
+        training = trainer.model.training
+        each = trainer.num_generations if training else trainer.num_generations_eval
+        samples = self._roll_out(prompt_ids, each, trainer)
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [s.token_ids for s in samples],
@@ -84,31 +88,37 @@ class TRLRollouts:
     def generate(
         self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
-        """As TRL's own client: token ids in, each prompt repeated already; ids and log-probabilities out."""
+        """As TRL's own client: token ids in, each prompt repeated num_generations times already (1: the next turns of
+        samples that called a tool); ids and log-probabilities out."""
         if images is not None and any(images):
             raise refuse("images", "none", "images", "this engine serves text models")
-        samples = self._roll_out(prompts, self._trainer)
+        self._sync(self._trainer)  # TRL knows steps only: of a second train() it would not notice the first ones
+        samples = self._roll_out(prompts, num_generations, self._trainer)
         logprobs = [[[logprob] for logprob in s.sampled_logprobs] for s in samples]
         return prompts, [s.token_ids for s in samples], logprobs, None
 
     # ---------------------------------------------------------------- inside
 
     def _sync(self, trainer: Any) -> None:
-        now = (id(trainer), trainer.state.global_step)
-        if now != self._synced:
+        state, step = trainer.state, trainer.state.global_step
+        if state is not self._synced[0] or step != self._synced[1]:  # each train() has a state of its own
             model = trainer.accelerator.unwrap_model(trainer.model)
-            self.engine.update_weights(PolicyWeights(model), weight_version=trainer.state.global_step)
-            self._synced = now
+            self.engine.update_weights(PolicyWeights(model), weight_version=step)
+            self._synced = state, step
 
-    def _roll_out(self, prompt_ids: Sequence[list[int]], trainer: Any) -> list[CompletionOutput]:
-        training = trainer.model.training
-        each = trainer.num_generations if training else trainer.num_generations_eval
+    def _roll_out(self, prompt_ids: Sequence[list[int]], each: int, trainer: Any) -> list[CompletionOutput]:
         offset = trainer.accelerator.process_index * len(prompt_ids)
         groups = list(_groups(prompt_ids, each, offset))
-        seed_of = self._seeds(trainer, training)
+        seed_of = self._seeds(trainer, trainer.model.training)
         params = [self._params(trainer, g, seed_of(g.index)) for g in groups]
         outputs = self.engine.generate([g.prompt_ids for g in groups], params)
         self.last = [sample for output in outputs for sample in output.outputs]
+        for sample in self.last:
+            if sample.finish_reason == "error" or not sample.token_ids:  # TRL has no place for either
+                raise RuntimeError(
+                    f"rollout: expected whole completions, got one that ended after {len(sample.token_ids)} tokens "
+                    f"({sample.finish_reason}: {sample.stop_reason}); look at the policy's weights first"
+                )
         return self.last
 
     def _seeds(self, trainer: Any, training: bool) -> Any:
@@ -126,7 +136,7 @@ class TRLRollouts:
             "max_tokens": trainer.max_completion_length, "stop_token_ids": list(trainer.eos_token_ids),
         }
         own = {"n": group.count, "seed": seed, "sample_index": group.first}
-        return SamplingParams(**(fields | (trainer.args.generation_kwargs or {}) | self.overrides | own))
+        return sampling_params(fields | (trainer.args.generation_kwargs or {}), **(self.overrides | own))
 
 
 def _groups(prompt_ids: Sequence[list[int]], each: int, offset: int) -> Iterator[_Group]:
