@@ -173,10 +173,10 @@ class EagleDrafter:
         return [t.detach() for t in weights], [self._lanes.ring, self._lanes.kv.data]
 
     def stats(self) -> dict[str, Any]:
-        """version and how often weights were loaded; proposals: steps whose trees the host asked for; lanes that samples
-        hold, and their bytes with those of the rings; sharpness: of the estimated chances, for requests with noise and
-        for greedy ones; alarms: how often ALARM_PASSES drafted passes in a row had an accept length below ALARM_BELOW.
-        """
+        """version and how often weights were loaded; proposals: steps whose trees the host asked for; lanes that
+        samples hold, and their bytes with those of the rings; sharpness: of the estimated chances, for requests with
+        noise and for greedy ones; alarms: how often ALARM_PASSES drafted passes in a row had an accept length below
+        ALARM_BELOW."""
         return {
             "version": self.version, "loads": self._loads, "proposals": self._proposals, "lanes": self._lanes.held,
             "lane_bytes": self._lanes.bytes,
