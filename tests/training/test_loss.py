@@ -373,6 +373,27 @@ def test_context_is_attended_to_and_not_trained() -> None:
         assert sums.cross_entropy[step].item() == pytest.approx(want.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize(("features", "kind"), [("l1", "eagle3"), ("smooth_l1", "eagle1")])
+def test_the_feature_loss_compares_with_the_state_that_the_output_stands_in_for(features: str, kind: str) -> None:
+    target = tiny_target(**SEVEN)
+    model = tiny_drafter(target, kind=kind)
+    packed = packed_texts(target, model, random_texts([9, 5]))
+    config = LossConfig(steps=2, decay=0.5, features=features, feature_weight=3.0)
+    with torch.no_grad():
+        total, sums = Objective(model, config)(packed)
+        without, _ = Objective(model, replace(config, features="none"))(packed)
+        outs = Objective(model, config).unroll(packed)
+    goal = Teacher.of(model).normed(packed.last) if kind == "eagle1" else packed.last
+    added = 0.0
+    for step, out in enumerate(outs):
+        rows = packed.trained(step).nonzero()[:, 0]
+        apart = (out[rows] - goal[rows + step + 1]).abs()
+        each = apart if features == "l1" else torch.where(apart < 1, apart**2 / 2, apart - 0.5)
+        assert sums.feature[step].item() == pytest.approx(each.mean(-1).sum().item(), rel=1e-5)
+        added += 0.5**step * each.mean().item()
+    assert (total - without).item() == pytest.approx(3.0 * added, rel=1e-4)
+
+
 def test_positions_start_again_with_every_sequence() -> None:
     packed = pack([torch.arange(3), torch.arange(2)], torch.zeros(5, 8), torch.zeros(5, 4), [0, 9])
     assert packed.positions.tolist() == [0, 1, 2, 9, 10]

@@ -18,6 +18,7 @@ from tlt_engine.training import trainer as trainer_module
 from tlt_engine.training.buffer import HiddenStateBuffer
 from tlt_engine.training.checkpoint import CheckpointWriter
 from tlt_engine.training.loss import LossConfig, Teacher
+from tlt_engine.training.packing import pack_pieces
 from tlt_engine.training.trainer import DrafterTrainer, TrainerConfig
 
 TEXTS = random_texts([30, 12, 7, 25, 18, 40, 5, 16])
@@ -118,6 +119,23 @@ def test_a_step_keeps_its_budget(monkeypatch: pytest.MonkeyPatch, budget_ms: flo
     report = trainer.step(budget_ms)
     assert report["micro_steps"] == expected
     assert report["elapsed_ms"] <= budget_ms + 15.625
+
+
+def test_an_accumulated_gradient_is_the_mean_of_its_micro_steps() -> None:
+    _, model, trainer = setup()
+    single: list[dict[str, Tensor]] = []
+    for micro in range(2):
+        with trainer.buffer.draw(60, f"0:0:{micro}") as pieces:
+            packed, _ = pack_pieces(trainer.buffer, pieces, model.device)
+        grads = torch.autograd.grad(trainer.objective(packed)[0], list(trainer._named.values()))
+        single.append(dict(zip(trainer._named, grads)))
+    seen: dict[str, Tensor] = {}
+    trainer._adamw = lambda grads, scale: seen.update(  # type: ignore[method-assign]
+        {n: g.clone() for n, g in zip(trainer._grads, grads)}
+    )
+    trainer.step()
+    for n, found in seen.items():
+        torch.testing.assert_close(found, (single[0][n] + single[1][n]) / 2, rtol=1e-5, atol=1e-7)
 
 
 def test_windows_of_micro_steps_go_on_over_calls() -> None:
