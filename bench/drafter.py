@@ -1,8 +1,8 @@
-"""The learned drafter: from zero on its target's own rollouts, behind a policy that moves, and what it costs.
+"""The learned drafter: from zero on its target's own rollouts, and behind a policy that moves. What it costs is
+bench.training's.
 
     python -m bench.drafter train   [MODEL] [--minutes 10] [--out DIR]   # accept length by mode, on test questions
     python -m bench.drafter shift   [MODEL] --drafter FOLDER [--seeds 3] # lost, and won back, when the target moves
-    python -m bench.drafter capture swap packing checkpoint              # one GPU: the geometry of Qwen2.5-7B
 
 MODEL: a folder or 'demo' (SmolLM2-135M-Instruct). Prompts: reasoning-gym products, chain_sum and gsm_symbolic, training
 and test questions disjoint by their text. train writes the drafter to DIR/drafter for `shift` and bench.acceptance.
@@ -11,11 +11,8 @@ and test questions disjoint by their text. train writes the drafter to DIR/draft
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +22,7 @@ import torch
 
 from bench.acceptance import measure, profile_of
 from bench.results import record
-from tlt_engine import EngineConfig, RolloutEngine, SamplingParams, SpeculationConfig
+from tlt_engine import EngineConfig, RolloutEngine, SpeculationConfig
 from tlt_engine.cli.tasks import chat
 from tlt_engine.cli.train_drafter import Settings, draw, train
 from tlt_engine.models import load_model
@@ -39,7 +36,6 @@ TASKS: dict[str, dict[str, int]] = {
     "gsm_symbolic": {},
 }
 LOST, WON_BACK_S = 0.4, 60.0  # accept length a shift must cost; seconds of training to win it back
-GEOMETRY = {"geometry": "Qwen2.5-7B", "dtype": "bf16", "draft_vocab": 32000}
 
 
 def keep(
@@ -202,125 +198,7 @@ def _move(policy: Any, tokenizer: Any, loaded: LoadedModel, accept: Any, before:
     raise RuntimeError(f"shift: expected the drafter to lose {LOST} within 400 steps, it lost {lost:.2f}")
 
 
-# ---------------------------------------------------------------- costs
-
-
-def part_capture(args: argparse.Namespace, out: Path | None) -> None:
-    """Step time with the buffer recording everything, over without."""
-    from bench.decode import MODEL, build, qwen_7b, step_times
-    from tlt_engine.training.buffer import HiddenStateBuffer
-
-    loaded = qwen_7b()
-    shape = EagleConfig.for_target(loaded.config)
-    for batch in (1, 8, 32):
-        medians = []
-        for recording in (False, True):
-            engine = build(loaded, batch)
-            if recording:
-                engine.record_hidden(HiddenStateBuffer(
-                    shape.aux_layers, loaded.config.num_layers, shape.target_hidden_size, byte_budget=4 * 2**30,
-                    dtype=loaded.model.dtype, device=loaded.model.device,
-                ))
-            medians.append(step_times(engine, batch, 1.0).median)
-        keep(out, "capture", "capture.overhead", medians[1] / medians[0] - 1, "", MODEL | {"batch": batch})
-
-
-def part_swap(args: argparse.Namespace, out: Path | None) -> None:
-    """RolloutEngine.update_drafter in the middle of a rollout: how long the step loop stands still."""
-    from bench.decode import qwen_7b
-
-    loaded = qwen_7b()
-    drafter = fresh(loaded, 0, 32000)
-    engine = engine_for(loaded, drafter, "5_1_6", 8)
-    for i in range(8):
-        engine.add_request(list(range(1, 129)), SamplingParams(max_tokens=400, seed=i, ignore_eos=True))
-    for _ in range(8):
-        engine.step()
-    pinned = {n: t.detach().cpu().pin_memory() for n, t in fresh(loaded, 1, 32000).named_tensors()}
-    sources: dict[str, Any] = {"device": fresh(loaded, 1, 32000), "pinned host": pinned}
-    for kind, source in sources.items():
-        times = []
-        for _ in range(9):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            engine.update_drafter(source)
-            torch.cuda.synchronize()
-            times.append((time.perf_counter() - begin) * 1e3)
-            engine.step()
-        keep(out, "swap", "swap.stall_ms", statistics.median(times), "ms", GEOMETRY | {"from": kind},
-             spread=[min(times), max(times)], runs=len(times))
-
-
-def part_packing(args: argparse.Namespace, out: Path | None) -> None:
-    """Samples a second of training on a long-tail mix of lengths, packed, over batches padded to their longest."""
-    from tlt_engine.training.buffer import HiddenStateBuffer
-    from tlt_engine.training.trainer import DrafterTrainer, TrainerConfig
-
-    loaded = load_model(args.model, dtype=args.dtype, device=args.device)
-    generator = torch.Generator().manual_seed(0)
-    lengths = (torch.randn(256, generator=generator) * 1.0 + 4.3).exp().clamp(8, 1024).long().tolist()
-    order = torch.randperm(len(lengths), generator=generator).tolist()
-    padded = [max(lengths[i] for i in order[k : k + 16]) for k in range(0, len(order), 16) for _ in order[k : k + 16]]
-    rates = {}
-    for name, mix in (("packed", lengths), ("padded", padded)):
-        drafter = fresh(loaded, 0).bind(loaded.model)
-        buffer = HiddenStateBuffer(
-            drafter.config.aux_layers, loaded.config.num_layers, loaded.config.hidden_size, byte_budget=8 * 2**30,
-            dtype=loaded.model.dtype, device=loaded.model.device,
-        )
-        buffer.fill(loaded.model, [torch.randint(0, loaded.config.vocab_size, (n,), generator=generator).tolist()
-                                   for n in mix])
-        trainer = DrafterTrainer(drafter, buffer, TrainerConfig(micro_rows=args.micro_rows))
-        for _ in range(2):
-            trainer.step()
-        reports = [trainer.step() for _ in range(args.steps)]
-        rows = sum(r["tokens"] for r in reports) / sum(r["elapsed_ms"] for r in reports) * 1e3
-        rates[name] = rows / statistics.fmean(mix)  # whole samples: a draw cuts the last one to fit
-    where = {"model": args.model, "dtype": args.dtype, "mix": "lognormal(4.3, 1), 8 to 1024", "padded_batch": 16,
-             "micro_rows": args.micro_rows}
-    keep(out, "packing", "packing.samples_per_s", rates["packed"], "samples/s", where)
-    keep(out, "packing", "packing.speedup", rates["packed"] / rates["padded"], "x", where, runs=args.steps)
-
-
-def part_checkpoint(args: argparse.Namespace, out: Path | None) -> None:
-    """What a checkpoint keeps the training waiting for, over writing everything, embedding and head too, at once."""
-    from safetensors.torch import save_file
-
-    from bench.decode import qwen_7b
-    from tlt_engine.training.buffer import HiddenStateBuffer
-    from tlt_engine.training.checkpoint import CheckpointWriter
-    from tlt_engine.training.trainer import DrafterTrainer
-
-    loaded = qwen_7b() if args.device == "cuda" else load_model(args.model, dtype=args.dtype)
-    drafter = fresh(loaded, 0, min(32000, loaded.config.vocab_size)).bind(loaded.model)
-    buffer = HiddenStateBuffer(
-        drafter.config.aux_layers, loaded.config.num_layers, loaded.config.hidden_size, byte_budget=2**28,
-        dtype=loaded.model.dtype, device=loaded.model.device,
-    )
-    trainer = DrafterTrainer(drafter, buffer)
-    with tempfile.TemporaryDirectory() as folder:
-        writer = CheckpointWriter(folder)
-        stalls = []
-        for _ in range(4):
-            stalls.append(trainer.save(writer))
-            writer.wait()
-        tensors, _ = trainer.state()
-        whole = {**tensors, "embed": loaded.model.weights.embed, "lm_head": loaded.model.weights.head}
-        begin = time.perf_counter()
-        save_file({n: t.detach().cpu().clone() for n, t in whole.items()}, Path(folder) / "whole.safetensors")
-        with open(Path(folder) / "whole.safetensors", "rb") as file:
-            os.fsync(file.fileno())
-        full = time.perf_counter() - begin
-    where = GEOMETRY if args.device == "cuda" else {"model": args.model, "dtype": args.dtype}
-    keep(out, "checkpoint", "checkpoint.stall_ratio", statistics.median(stalls[1:]) / full, "", where, runs=3,
-         spread=[min(stalls[1:]) / full, max(stalls[1:]) / full])
-    keep(out, "checkpoint", "checkpoint.stall_ms", statistics.median(stalls[1:]) * 1e3, "ms", where, runs=3)
-
-
-PARTS = {
-    "train": part_train, "shift": part_shift, "capture": part_capture, "swap": part_swap, "packing": part_packing,
-    "checkpoint": part_checkpoint,
-}
+PARTS = {"train": part_train, "shift": part_shift}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -337,8 +215,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--train-share", type=float, default=2.0)
-    parser.add_argument("--micro-rows", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16")
