@@ -1,6 +1,6 @@
 """Whole engine steps of a 7B model on one GPU: plain decoding, verification, host gap, memory of the graphs.
 
-    PYTHONPATH=.:kernels python3 -m bench.decode --out DIR [--only plain,verify,profile,graphs,switches]
+    PYTHONPATH=.:kernels python3 -m bench.decode --out DIR [--only plain,verify,profile,graphs,switches,drafter]
 
 The geometry of Qwen2.5-7B (bf16, 14.14 GB of weights read a step) with random weights, prompts of 128 random tokens,
 144 new ones. A step is RolloutEngine.step(): schedule, pass, draw, walk, commit, stops, outputs.
@@ -392,6 +392,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="plain,verify,profile,graphs")
     parser.add_argument("--batches", default="1,64,8,4,16,32")
     parser.add_argument("--cases", default="1x32,8x16,1x16,4x16")
+    parser.add_argument("--profiles", default="5_1_6,5_8_32", help="of `drafter`: depth, top_k and nodes to verify")
+    parser.add_argument("--drafter-batches", default="1,8,32")
     args = parser.parse_args(argv)
     parts, begin = args.only.split(","), time.perf_counter()
     if parts == ["switches"]:
@@ -410,6 +412,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"({time.perf_counter() - begin:.0f} s)", flush=True)
     if "verify" in parts:
         verify(model, cases, base, args.out)
+        print(f"({time.perf_counter() - begin:.0f} s)", flush=True)
+    if "drafter" in parts:
+        from bench.decode_drafter import drafter, profiles
+
+        shapes, sizes = profiles(args.profiles), list(map(int, args.drafter_batches.split(",")))
+        drafter(model, shapes, sizes, args.out, traced="drafter_trace" in parts)
         print(f"({time.perf_counter() - begin:.0f} s)", flush=True)
     if "profile" in parts:
         for batch, nodes in ((1, 1), (64, 1), (1, 32), (8, 16)):
