@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.results import record
 from tlt_engine import EngineConfig, Profile, RolloutEngine, SamplingParams, SpeculationConfig, derive_seed
-from tlt_engine.cli.tasks import identity, load_tasks
+from tlt_engine.cli.tasks import identity, load_tasks, suited
 from tlt_engine.models import load_model
 from tlt_engine.models.eagle import EagleModel
 from tlt_engine.models.loader import LoadedModel
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         drafter = load_drafter(args.drafter, loaded.model)
     modes = [m for m in args.modes.split(",") if drafter is not None or m == "suffix"]
-    prompts = load_tasks(args.task, args.prompts, args.seed).prompts
+    prompts = suited(load_tasks(args.task, args.prompts, args.seed).questions, loaded.tokenizer)
     command = f"python -m bench.acceptance {args.model} --task {args.task}"
     for temperature in (float(t) for t in args.temperatures.split(",")):
         for text in args.profiles.split(","):

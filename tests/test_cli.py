@@ -83,6 +83,16 @@ def test_generate_is_a_function_of_seed_and_prompt(model: Path) -> None:
     assert ids() != ids()  # no seed: fresh noise
 
 
+def test_generate_prints_text_as_it_is(model: Path) -> None:
+    """No emoji from ":smile:", no markup from brackets, no line breaks of its own; a hint at the chat template."""
+    prompt = "w5 :smile: [bold]w6[/bold] [/w7]" + " w8" * 60
+    result = tlt("generate", model, "--prompt", prompt, "--max-tokens", 40, "--seed", 1)
+    assert result.exit_code == 0 and result.stdout.splitlines()[0] == prompt
+    assert len(result.stdout.splitlines()) == 3, "prompt, head and text"
+    assert "--chat" in result.stderr
+    assert "--chat" not in tlt("generate", model, "--prompt", "w5", "--chat", "--max-tokens", 2).stderr
+
+
 def test_prompt_files(model: Path, tmp_path: Path) -> None:
     lines = tmp_path / "p.txt"
     lines.write_text("w5 w6\n\nw7\n")

@@ -13,6 +13,7 @@ from bench import acceptance
 from tests.test_cli import answer, tlt
 from tests.tiny import tiny_hf_model
 from tlt_engine import Profile
+from tlt_engine.cli.tasks import chat, suited
 from tlt_engine.models import load_model
 from tlt_engine.models.eagle_checkpoint import load_drafter
 
@@ -49,6 +50,23 @@ def test_an_occupied_folder_is_refused(trained: dict[str, Any]) -> None:
     result = tlt("train-drafter", folder / "model", "--out", folder / "o2", "--prompts", folder / "p.jsonl",
                  "--profile", "tall")
     assert result.exit_code == 2 and "--profile: expected depth_topk_verify" in " ".join(result.stderr.split())
+
+
+def test_check_takes_its_folder(trained: dict[str, Any]) -> None:
+    folder = trained["folder"]
+    report = answer("check", folder / "model", "--drafter", folder / "out", "--prompts", folder / "p.jsonl",
+                    "--n", 2, "--max-tokens", 12)
+    assert report["kept"] and report["tokens_equal"] and report["tokens"] > 0
+
+
+def test_text_prompts_without_a_chat_template_stay_text() -> None:
+    class Tokenizer:
+        chat_template: str | None = None
+
+    prompts = ["a", {"prompt_token_ids": [1]}]
+    assert suited(prompts, None) == suited(prompts, Tokenizer()) == prompts
+    Tokenizer.chat_template = "{{ messages }}"
+    assert suited(prompts, Tokenizer()) == [chat("a"), {"prompt_token_ids": [1]}]
 
 
 @pytest.mark.parametrize("to", ["sglang", "vllm", "speculators"])

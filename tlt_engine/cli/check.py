@@ -51,15 +51,15 @@ def run(
     given = read_prompts(prompts) if prompts else PLAIN_PROMPTS
     wanted = list({identity(prompt): prompt for prompt in given}.values())
     params = params_for(wanted, seed, n=n, temperature=temperature, max_tokens=max_tokens)
-    custom = None if drafter == "model_free" else load_drafter(drafter)
-    configs = pair_of_configs(dtype, device, "custom" if custom else "model_free")
+    method, given_drafter = resolve_drafter(drafter)
+    configs = pair_of_configs(dtype, device, method)
 
     from tlt_engine import RolloutEngine
     from tlt_engine.models.loader import load_model
 
     loaded = load_model(model, dtype=dtype, device=device)
     plain_engine = RolloutEngine(loaded, configs[0])
-    engine = RolloutEngine(loaded, configs[1], drafter=custom)
+    engine = RolloutEngine(loaded, configs[1], drafter=given_drafter)
     warm_up(plain_engine)
     warm_up(engine)
     with show.progress() as bars:
@@ -103,11 +103,22 @@ def run(
     return kept
 
 
+def resolve_drafter(name: str) -> tuple[str, Any]:
+    """(SpeculationConfig.method, what RolloutEngine takes as drafter) of model_free, the folder of a learned drafter,
+    or `module:factory`. ValueError for anything else."""
+    if name == "model_free":
+        return "model_free", None
+    if (Path(name) / "config.json").is_file():
+        return "learned", name
+    return "custom", load_drafter(name)
+
+
 def load_drafter(name: str) -> Any:
     """The Drafter that `module:factory` makes. ValueError for anything else."""
     module, colon, factory = name.partition(":")
     if not (module and colon and factory):
-        raise refuse("--drafter", "model_free or module:factory", name, "name a function that returns a Drafter")
+        raise refuse("--drafter", "model_free or module:factory, or a drafter's folder with config.json", name,
+                     "name a function that returns a Drafter, or check the path")
     made = getattr(importlib.import_module(module), factory, None)
     if not callable(made):
         raise refuse("--drafter", f"a function {factory} in {module}", made, "check the name")

@@ -29,6 +29,8 @@ def run(
     from tlt_engine import RolloutEngine
 
     engine = RolloutEngine(model, config)
+    if not chat and any(isinstance(p, str) for p in prompts) and getattr(engine.tokenizer, "chat_template", None):
+        show.note("the model has a chat template; with --chat text prompts are put into it")
     with show.progress() as bars:
         rollouts = roll_out(engine, prompts, params, bars, "rolling out")
     if as_json:
@@ -72,8 +74,9 @@ def _print(rollouts: Rollouts) -> None:
     for output in rollouts.outputs:
         show.say(f"[bold]{escape(output.prompt or str(output.prompt_token_ids))}[/bold]")
         for sample in output.outputs:
-            head = f"[dim]#{sample.index}, {len(sample.token_ids)} tokens, {sample.finish_reason}[/dim]"
-            show.say(f"{head}\n{escape(sample.text or str(sample.token_ids))}")
+            tokens = f"{len(sample.token_ids)} token{'s' * (len(sample.token_ids) != 1)}"
+            show.say(f"[dim]#{sample.index}, {tokens}, {sample.finish_reason}[/dim]")
+            show.say(escape(sample.text or f"(no text) {sample.token_ids}"))
     show.note(
         f"{rollouts.tokens:,} tokens in {rollouts.seconds:.1f} s ({rollouts.tokens_per_s:.1f} tokens/s), "
         f"accept length {rollouts.accept_length:.2f}"

@@ -106,7 +106,7 @@ def demo(
 def check(
     model: Model,
     drafter: Annotated[
-        str, typer.Option(help="model_free, or module:factory whose call returns a Drafter.")
+        str, typer.Option(help="model_free, a trained drafter's folder, or module:factory that returns a Drafter.")
     ] = "model_free",
     prompts: PromptFile = None,
     n: Annotated[int, typer.Option(help="Samples a prompt.")] = 4,

@@ -40,8 +40,8 @@ def print_pairs(title: str, pairs: Mapping[str, str]) -> None:
 
 
 def say(text: str) -> None:
-    """A line of the result; stdout."""
-    Console().print(text, highlight=False)
+    """A line of the result; stdout. Not rewrapped and without emoji codes: a sample's ":smile:" is its own text."""
+    Console(emoji=False).print(text, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -35,8 +35,12 @@ class Tasks:
     dataset: Any
 
     @property
+    def questions(self) -> list[str]:
+        return [entry["question"] for entry in self.entries]
+
+    @property
     def prompts(self) -> list[list[dict[str, str]]]:
-        return [chat(entry["question"]) for entry in self.entries]
+        return [chat(question) for question in self.questions]
 
     def reward(self, index: int, text: str) -> float:
         """1 when the last number of `text` answers question `index`, else 0."""
@@ -109,6 +113,12 @@ def _json_prompt(where: str, line: str) -> Any:
 def as_chat(prompts: Sequence[Any]) -> list[Any]:
     """Text prompts as chat messages; others unchanged."""
     return [chat(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def suited(prompts: Sequence[Any], tokenizer: Any | None) -> list[Any]:
+    """Text prompts as chat messages where the tokenizer has a chat template; as they are where it has none, which is
+    what a base model continues."""
+    return as_chat(prompts) if getattr(tokenizer, "chat_template", None) else list(prompts)
 
 
 def identity(prompt: Any) -> str:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from tlt_engine.cli import show
 from tlt_engine.cli.rollout import params_for
-from tlt_engine.cli.tasks import as_chat, identity, load_tasks, read_prompts
+from tlt_engine.cli.tasks import identity, load_tasks, read_prompts, suited
 from tlt_engine.config import EngineConfig, Profile, SamplingParams, SpeculationConfig, refuse
 from tlt_engine.rng import derive_seed
 
@@ -58,13 +58,14 @@ def run(
 ) -> None:
     if out.exists() and any(out.iterdir()):
         raise refuse("--out", "a folder that does not exist or is empty", str(out), "choose another")
-    asked = as_chat(read_prompts(prompts)) if prompts is not None else load_tasks(task, tasks, settings.seed).prompts
+    given = read_prompts(prompts) if prompts is not None else load_tasks(task, tasks, settings.seed).questions
 
     from tlt_engine import RolloutEngine
     from tlt_engine.models import load_model
     from tlt_engine.models.eagle_checkpoint import export_drafter
 
     loaded = load_model(model, dtype=dtype, device=device)
+    asked = suited(given, loaded.tokenizer)
     drafter = _starting_drafter(loaded, start, asked, settings, EngineConfig(dtype=dtype, device=device))
     engine = RolloutEngine(
         loaded, EngineConfig(dtype=dtype, device=device, speculation=SpeculationConfig(
