@@ -19,7 +19,7 @@ def check_seed(seed: object, name: str = "seed") -> int:
     """`seed` as a Python int in int64's range. Accepts anything with __index__ (numpy integers too), refuses bools and
     floats; never truncates."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise ValueError(f"{name}: expected an integer, got {type(seed).__name__} {seed!r}; use an int or None")
+        raise ValueError(f"{name}: expected an integer, got {type(seed).__name__} {seed!r}; pass an int")
     value = operator.index(seed)
     if not INT64_MIN <= value <= INT64_MAX:
         raise ValueError(f"{name}: expected an int64 in [-2**63, 2**63), got {value}; reduce it, e.g. with derive_seed")

@@ -13,7 +13,7 @@ import torch
 
 from tests.drafters import NullDrafter
 from tests.engine.engines import OFF, greedy, plain_outputs, shared_hf, tiny_engine, tokens
-from tlt_engine import EngineConfig, RolloutEngine, SamplingParams, SpeculationConfig
+from tlt_engine import EngineConfig, RolloutEngine, SamplingParams, SpeculationConfig, derive_seed
 from tlt_engine.models import load_model
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -80,14 +80,38 @@ class NoTemplate:
 
 
 class Template(NoTemplate):
+    chat_template: str | None = "given"
+
     def apply_chat_template(self, messages: Any, **_: Any) -> str:
         return "".join(m["content"] for m in messages)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda e: e.generate([[5]], {"max_tokens": 2}), "sampling_params: expected one SamplingParams"),
+        (lambda e: e.generate([None]), "prompts.0.: expected text, token ids, or chat messages, got None; pass one"),
+        (lambda e: e.generate([[{"rolle": "user"}]]), "prompts.0..0.: expected a chat message with 'role'"),
+        (lambda e: e.update_weights(None), r"weights: expected a mapping.*pass model.state_dict\(\)"),
+        (lambda e: e.wake_up("weights"), "tags: expected a list .*got 'weights'; wrap it in a list"),
+        (lambda e: derive_seed(None, 0, "a"), "run_seed: expected an integer, got NoneType None; pass an int"),
+    ],
+)
+def test_wrong_kinds_are_named_as_what_they_are(call, message):
+    engine = tiny_engine()
+    with pytest.raises(ValueError, match=message):
+        call(engine)
+    assert tokens(engine.generate([PROMPT], greedy(3))) == plain_outputs([PROMPT], greedy(3))
 
 
 def test_chats_need_a_template_and_whole_messages():
     chat = [{"role": "user", "content": "hi"}]
     with pytest.raises(ValueError, match=r"prompts\[0\]: expected text or token ids \(this tokenizer has no chat"):
         tiny_engine(tokenizer=NoTemplate()).generate(chat, greedy(2))
+    unset = Template()
+    unset.chat_template = None  # as transformers' tokenizers of base models
+    with pytest.raises(ValueError, match=r"no chat template.*or set tokenizer.chat_template"):
+        tiny_engine(tokenizer=unset).generate(chat, greedy(2))
     engine = tiny_engine(tokenizer=Template())
     assert tokens(engine.generate([chat, chat], greedy(2))) == plain_outputs([[1], [1]], greedy(2))
     with pytest.raises(ValueError, match=r"prompts\[0\]: expected messages that the tokenizer's chat template takes"):

@@ -21,12 +21,12 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
 
 
 def as_list(items: Any, name: str, expected: str) -> list[Any]:
-    """Any iterable but text and bytes, arrays and tensors included, whose elements become Python's own."""
-    if isinstance(items, (str, bytes, bytearray)) or not hasattr(items, "__iter__"):
-        raise refuse(name, expected, items, "wrap it in a list")
+    """Any iterable but text, bytes and mappings, arrays and tensors included, whose elements become Python's own."""
+    if isinstance(items, (str, bytes, bytearray, Mapping)) or not hasattr(items, "__iter__"):
+        raise refuse(name, expected, items, "pass one of these")
     listed = items.tolist() if hasattr(items, "tolist") else list(items)
     if not isinstance(listed, list):  # an array without dimensions
-        raise refuse(name, expected, items, "wrap it in a list")
+        raise refuse(name, expected, items, "pass one of these")
     return listed
 
 
@@ -66,6 +66,8 @@ def check_ids(ids: Any, vocab_size: int, name: str, *, allow_empty: bool = False
     if not items and not allow_empty:
         raise refuse(name, "at least one token", items, "pass some text or ids; a BOS token alone will do")
     for i, t in enumerate(items):
+        if isinstance(t, Mapping):
+            raise refuse(f"{name}[{i}]", "a chat message with 'role' and 'content'", dict(t), "add the missing keys")
         if isinstance(t, bool) or not _is_integer(t):
             raise refuse(f"{name}[{i}]", "an integer token id", t, "tokenize first, or pass text")
         if not 0 <= t.__index__() < vocab_size:
@@ -74,9 +76,9 @@ def check_ids(ids: Any, vocab_size: int, name: str, *, allow_empty: bool = False
 
 
 def _chat_text(tokenizer: Any, messages: Sequence[Any], name: str) -> str:
-    if not hasattr(tokenizer, "apply_chat_template"):
+    if not hasattr(tokenizer, "apply_chat_template") or getattr(tokenizer, "chat_template", "its own") is None:
         raise refuse(name, "text or token ids (this tokenizer has no chat template)", "chat messages",
-                     "format the chat yourself")
+                     "format the chat yourself, or set tokenizer.chat_template")
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     except Exception as error:  # templates raise what they like: Jinja's errors, TypeError, KeyError

@@ -225,6 +225,8 @@ class Resident:
         """Take the memory back: all of it, or what `tags` names ("weights", a learned drafter's among them, and
         "kv_cache"), for a trainer that sends weights before there is room for the KV. After sleep(1) the same tokens as
         before; CUDA graphs are captured again at first use."""
+        if isinstance(tags, str):
+            raise refuse("tags", f"a list with some of {tuple(TAGS)}", tags, "wrap it in a list")
         wanted = tuple(TAGS if tags is None else tags)
         for tag in wanted:
             if tag not in TAGS:
