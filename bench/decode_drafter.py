@@ -3,8 +3,8 @@
     PYTHONPATH=.:kernels python3 -m bench.decode --only drafter,drafter_trace --out DIR [--profiles 5_1_6,5_8_32]
 
 An EAGLE-3 drafter of the target's own sizes with random weights and a draft vocabulary of 32000: nothing of what it
-drafts is accepted but by chance, so a step is a verified step. Every tree is full
-(min_chance 0), and drafted on the device.
+drafts is accepted but by chance, so a step is a verified step. Trees are full (min_chance 0). sd.on_device: share of
+the steps that the device drafted by itself.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def drafter(
             after = counts(engine)
             while engine.has_unfinished():
                 engine.step()
-            keep(out, profile, batch, times, before, after, engine)
+            keep(out, profile, batch, times, before, after)
             if traced:
                 trace(build(model, weights, batch, profile), profile, batch)
             del engine
@@ -112,7 +112,7 @@ def counts(engine: RolloutEngine) -> dict[str, Any]:
 
 def keep(
     out: Path | None, profile: Profile, batch: int, times: Sequence[float], before: dict[str, Any],
-    after: dict[str, Any], engine: RolloutEngine,
+    after: dict[str, Any],
 ) -> None:
     steps, passes = after["steps"] - before["steps"], after["passes"] - before["passes"]
     share = (after["drafted"] - before["drafted"]) / steps
@@ -123,9 +123,10 @@ def keep(
     print(f"drafter {profile} batch {batch:3d}: {median:.3f} ms a step [{low:.3f}, {high:.3f}], {steps} steps, "
           f"{share:.0%} drafted on the device {after['refused'] or ''}, {rows:.1f} rows a pass, accept length "
           f"{length:.2f}", flush=True)
-    where = MODEL | {"profile": str(profile), "batch": batch, "temperature": 1.0, "draft_vocab": DRAFT_VOCAB,
-                     "rows_a_pass": round(rows, 1), "on_device": round(share, 2)}
+    where = MODEL | {"profile": str(profile), "batch": batch, "temperature": 1.0, "draft_vocab": DRAFT_VOCAB}
     record("drafter", "sd.ms", median, "ms", where, command=COMMAND, spread=spread, runs=len(times), folder=out)
+    record("drafter", "sd.rows_a_pass", rows, "", where, command=COMMAND, runs=passes, folder=out)
+    record("drafter", "sd.on_device", share, "", where, command=COMMAND, runs=steps, folder=out)
 
 
 def trace(engine: RolloutEngine, profile: Profile, batch: int, steps: int = 20) -> None:
