@@ -313,3 +313,59 @@ def test_the_callers_modes_and_rng_stay_as_they_are(mode):
         engine.score([1, 2], [3])
         assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before[:2]
         assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_calls_updates_pauses_sleeps_and_aborts_from_many_threads_never_lock_up():
+    """Case K07, with everything else that may happen meanwhile. Under one policy (the updates send the same one) every
+    finished call has its solo tokens, as far as its noise segment was never raised."""
+    engine = tiny_engine(max_num_seqs=6)
+    state = {n: t.clone() for n, t in shared_hf().state_dict().items()}
+    expected = {s: plain_outputs(PROMPTS, SamplingParams(max_tokens=30, seed=s)) for s in range(20)}
+    over, wrong, compared = threading.Event(), [], []
+
+    def call(base: int) -> None:
+        for i in range(5):
+            params = SamplingParams(max_tokens=30, seed=base + i)
+            while True:
+                try:
+                    outputs = engine.generate(PROMPTS, params)
+                    break
+                except EngineHalted:
+                    time.sleep(0.002)
+            for output, want in zip(outputs, expected[base + i]):
+                sample = output.outputs[0]
+                if sample.noise.segment == 0 and sample.finish_reason == "length":
+                    compared.append(1)
+                    wrong.extend([sample] if [sample.token_ids] != want else [])
+
+    def disturb() -> None:
+        turn = 0
+        while not over.is_set():
+            turn += 1
+            try:
+                (
+                    lambda: engine.update_weights(state, in_flight="recompute"),
+                    lambda: (engine.pause_generation("keep"), time.sleep(0.002), engine.resume_generation()),
+                    lambda: (engine.sleep(1), time.sleep(0.002), engine.wake_up()),
+                    lambda: engine.abort([next(iter(engine._requests), "")]),
+                    lambda: (engine.pause_generation("wait"), engine.resume_generation()),
+                    lambda: (engine.stats(), engine.next_logits([1, 2])),
+                )[turn % 6]()
+            except (EngineHalted, RuntimeError):  # another disturber was quicker
+                engine.wake_up()
+                engine.resume_generation()
+            time.sleep(0.01)
+
+    callers = [in_thread(lambda base=base: call(base)) for base in (0, 5, 10, 15)]
+    others = [in_thread(disturb) for _ in range(2)]
+    deadline = time.monotonic() + 60
+    for thread, _ in callers:
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(0.05)
+    over.set()
+    for thread, _ in others:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread, _ in (*callers, *others)), "it has locked up"
+    assert not [r for _, r in (*callers, *others) if isinstance(r[0], BaseException)]
+    assert compared and not wrong
+    engine.check_integrity()

@@ -244,3 +244,27 @@ def test_evaluation_and_several_generations_a_step(tmp_path):
     assert len(set(every)) == len(every)
     assert all(n == (4 if mode else 2) for mode, _, call in seeds for _, n in call)
     assert all(d < 1e-4 for d in logged(trainer, "sampling/sampling_logp_difference/max"))
+
+
+def test_a_resumed_training_rolls_out_what_the_unbroken_one_did(tmp_path):
+    def run(resume: str | None) -> tuple[list, list[float]]:
+        model = policy()
+        rollouts = rollouts_of(model)
+        trainer = make_trainer(tmp_path, model, steps=4, vllm_importance_sampling_correction=True)
+        trainer.args.save_strategy, trainer.args.save_steps = "steps", 2
+        rollouts.attach(trainer)
+        calls, generate = [], rollouts.generate
+
+        def recorded(prompts, images, num_generations, profiler=None):
+            out = generate(prompts, images, num_generations)
+            calls.append((trainer.state.global_step, out[1]))
+            return out
+
+        rollouts.generate = recorded
+        trainer.train(resume_from_checkpoint=resume)
+        return calls, logged(trainer, "sampling/sampling_logp_difference/max")
+
+    unbroken, _ = run(None)
+    resumed, differences = run(str(tmp_path / "checkpoint-2"))
+    assert [step for step, _ in resumed] == [2, 3] and resumed == unbroken[2:]
+    assert all(d < 1e-4 for d in differences)
