@@ -1,9 +1,13 @@
 """The learned drafter: from zero on its target's own rollouts, and behind a policy that moves. What it costs is
 bench.training's.
 
-    python -m bench.drafter train   [MODEL] [--minutes 10] [--out DIR]   # accept length by mode, on test questions
-    python -m bench.drafter shift   [MODEL] --drafter FOLDER [--seeds 3] # lost, and won back, when the target moves
+    python -m bench.drafter learns                                       # CPU: a tiny target, as in the tests
+    python -m bench.drafter train --model MODEL [--minutes 10] [--out DIR]
+    python -m bench.drafter shift --model MODEL --drafter FOLDER [--seeds 3]
 
+learns: share of first drafts (K = 1, shared noise) that the target took on held-out prompts, untrained, trained, and of
+bigram counts of the same rollouts. train: minutes from zero, then accept length by mode on test questions. shift:
+accept length before the target moves, behind it, and won back.
 MODEL: a folder or 'demo' (SmolLM2-135M-Instruct). Prompts: reasoning-gym products, chain_sum and gsm_symbolic, training
 and test questions disjoint by their text. train writes the drafter to DIR/drafter for `shift` and bench.acceptance.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -198,7 +203,20 @@ def _move(policy: Any, tokenizer: Any, loaded: LoadedModel, accept: Any, before:
     raise RuntimeError(f"shift: expected the drafter to lose {LOST} within 400 steps, it lost {lost:.2f}")
 
 
-PARTS = {"train": part_train, "shift": part_shift}
+def part_learns(args: argparse.Namespace, out: Path | None) -> None:
+    from tests.training.test_learns import learned_from_scratch
+
+    begin = time.perf_counter()
+    found = learned_from_scratch()
+    where = {"model": "tiny llama", "entropy": round(found.trained.entropy, 2)}
+    for name, temperature in (("untrained", 1.0), ("bigram", 1.0), ("trained", 1.0), ("greedy", 0.0)):
+        drafter = "trained" if name == "greedy" else name
+        keep(out, "learns", "accept.first_draft", getattr(found, name).accepted, "share",
+             where | {"drafter": drafter, "temperature": temperature})
+    keep(out, "learns", "train.minutes", (time.perf_counter() - begin) / 60, "min", where)
+
+
+PARTS = {"learns": part_learns, "train": part_train, "shift": part_shift}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
