@@ -62,7 +62,7 @@ class AdaptiveDrafter:
     """engine: with SpeculationConfig(method="learned"). What is trained is a copy; it goes live between steps, under a
     version "<engine weight version>.<optimiser steps>". Training is given up within one micro-step when a request
     arrives or weights change, and goes on where it was at the next call. When the engine falls asleep, the copy and the
-    optimiser's states go to host memory; they come back at their first use, once the engine has its weights again.
+    optimiser's states go to host memory; they come back when `trainer` or `model` is asked for, or training goes on.
 
     train_drafter and on_idle may be called from one thread at a time."""
 
