@@ -262,3 +262,53 @@ def test_the_next_token_after_an_update_is_not_the_step_ahead_under_old_weights(
     expected = tokens(tiny_engine(model_seed=9).generate([PROMPTS[0] + sample.output.token_ids[:count]], greedy(8)))
     assert sample.output.token_ids[count:] == expected[0][0][: 8 - count]
     assert sample.output.token_ids != plain_outputs([PROMPTS[0]], greedy(8))[0][0]
+
+
+def test_an_update_whose_aftermath_fails_is_taken_up_at_the_next_step(monkeypatch):
+    """The new weights are in place, and the error came before the old KV was dropped: no token may come from the two
+    together."""
+    engine = tiny_engine()
+    engine.generate(PROMPTS, greedy(4))  # cached prefixes of the old weights
+    engine.add_request(PROMPTS[0], greedy(12), request_id="x")
+    for _ in range(4):
+        engine.step()
+    sample = next(iter(engine._core.samples.values()))
+    count = len(sample.output.token_ids)
+
+    def failing():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model.weights, "fingerprint", failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.update_weights(new_model(), weight_version="new")
+    while engine.has_unfinished():
+        engine.step()
+    then = tiny_engine(model_seed=9).generate([PROMPTS[0] + sample.output.token_ids[:count]], greedy(12))
+    assert sample.output.token_ids[count:] == tokens(then)[0][0][: 12 - count]
+    assert sample.output.noise.segment == 1
+    assert tokens(engine.generate(PROMPTS, greedy(12))) == fresh_outputs(params=greedy(12))
+
+
+def test_a_heads_copy_in_another_dtype_is_made_once_a_stream_and_is_the_new_one():
+    state = {n: t.detach() for n, t in new_model().state_dict().items()}
+    engine = tiny_engine(lm_head_dtype="bfloat16")
+    copies = []
+
+    class Counting(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.copy_:
+                copies.append(1)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    weights = engine.model.weights
+    assert weights.head is not weights._head_master
+    head, weights.head = weights.head, weights.head.as_subclass(Counting)
+    announced(engine, state)
+    for item in state.items():
+        engine.update_weights([item])
+    engine.finish_weight_update()
+    weights.head = head
+    assert len(copies) == 1
+    assert torch.equal(head, state["lm_head.weight"].to(head.dtype))

@@ -151,12 +151,13 @@ class Resident:
             return self.model.weights.checksums()
 
     def _take_new_weights(self, weight_version: str | int | None, in_flight: InFlight = "recompute") -> None:
-        """The target's weights have changed: what was computed under the old ones is not used again."""
+        """The target's weights have changed: what was computed under the old ones is not used again. If it fails here,
+        the next step begins with it anew, as `loads` still differ."""
         core = self._core
+        fingerprint = self.model.weights.fingerprint()
         core.version = str(weight_version) if weight_version is not None else _count_up(core.version)
         self._updates += 1
-        self._loads = self.model.weights.loads
-        self._fingerprint = self.model.weights.fingerprint()
+        self._fingerprint = fingerprint
         core.target_changed(recomputed=in_flight != "keep")
         core.scheduler.set_version(self._updates)
         if in_flight != "keep":
@@ -166,6 +167,7 @@ class Resident:
                 core.end(sample, Stop("abort", "the weights changed meanwhile"))
             elif sample.output.token_ids:
                 sample.seq.segment += 1
+        self._loads = self.model.weights.loads
         self._may_run.notify_all()
 
     # ---------------------------------------------------------------- sleep
@@ -183,7 +185,7 @@ class Resident:
             self._refuse_inside_step("sleep")
             if len(self.model.users) > 1:
                 raise refuse("sleep", "a model of this engine alone", f"{len(self.model.users)} engines on it",
-                             "give each its own, or let the others go first")
+                             "give each its own, or let the others go first (del, then gc.collect())")
             self._falling_asleep = True
             try:
                 self._announce_work()

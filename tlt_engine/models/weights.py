@@ -188,12 +188,14 @@ class Weights:
         another dtype, by dtype."""
         self.loads += 1
         casts: Counter[torch.dtype] = Counter()
+        head_changed = False
         for name, value in items:
             view = self._view(name)
+            head_changed |= view is self._head_master
             view.copy_(value)  # waits for what comes from the host: a source may fill its buffer anew
             if value.dtype != view.dtype:
                 casts[value.dtype] += 1
-        if self.head is not self._head_master:
+        if head_changed and self.head is not self._head_master:
             self.head.copy_(self._head_master)
         if self.embed.is_cuda:
             torch.cuda.synchronize(self.embed.device)
