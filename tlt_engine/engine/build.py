@@ -96,7 +96,9 @@ def check_drafter(method: str, given: Any) -> None:
             "a Drafter exactly when SpeculationConfig.method is 'custom', an EagleModel or its folder exactly when it "
             "is 'learned'"
         )
-        raise refuse("drafter", expected, type(given).__name__, f"the method is {method!r}")
+        fitting = "learned" if learned else "custom" if custom else None
+        remedy = f"use SpeculationConfig(method={fitting!r})" if fitting else "pass drafter="
+        raise refuse("drafter", expected, type(given).__name__, f"the method is {method!r}; {remedy}")
 
 
 def build_drafter(
