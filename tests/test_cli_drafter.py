@@ -47,6 +47,9 @@ def test_an_occupied_folder_is_refused(trained: dict[str, Any]) -> None:
     folder = trained["folder"]
     result = tlt("train-drafter", folder / "model", "--out", folder / "out", "--prompts", folder / "p.jsonl")
     assert result.exit_code == 2 and "--out: expected" in " ".join(result.stderr.split())
+    for occupied in (folder / "out", folder / "p.jsonl"):  # the drafter itself; a file
+        result = tlt("export", folder / "model", folder / "out", "--out", occupied, "--to", "vllm")
+        assert result.exit_code == 2 and "--out: expected a folder" in " ".join(result.stderr.split())
     result = tlt("train-drafter", folder / "model", "--out", folder / "o2", "--prompts", folder / "p.jsonl",
                  "--profile", "tall")
     assert result.exit_code == 2 and "--profile: expected depth_topk_verify" in " ".join(result.stderr.split())

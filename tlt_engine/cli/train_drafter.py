@@ -56,8 +56,7 @@ def run(
     model: str, out: Path, *, prompts: Path | None, task: str, tasks: int, start: Path | None, settings: Settings,
     dtype: str, device: str, plot: Path | None, as_json: bool,
 ) -> None:
-    if out.exists() and any(out.iterdir()):
-        raise refuse("--out", "a folder that does not exist or is empty", str(out), "choose another")
+    _check_free(out)
     given = read_prompts(prompts) if prompts is not None else load_tasks(task, tasks, settings.seed).questions
 
     from tlt_engine import RolloutEngine
@@ -99,6 +98,11 @@ def run(
         "accept length (bonus included)": measured, "weights": f"{report['parameters']:,}",
         **({"plot": str(plot)} if plot else {}),
     })
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise refuse("--out", "a folder that does not exist or is empty", str(out), "choose another")
 
 
 def parse_profile(text: str) -> Profile:
@@ -185,6 +189,7 @@ def _vocabulary(loaded: LoadedModel, prompts: Sequence[Any], settings: Settings,
 
 def export(model: str, drafter: Path, out: Path, *, to: str, as_json: bool) -> None:
     """Rewrite a drafter's folder for another engine."""
+    _check_free(out)
     from tlt_engine.models import load_model
     from tlt_engine.models.eagle_checkpoint import export_drafter, load_drafter
 
