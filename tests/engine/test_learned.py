@@ -369,9 +369,9 @@ def test_prompts_of_one_token_begin_with_the_first_entry(monkeypatch: pytest.Mon
 
 def test_what_an_engine_cannot_serve_is_refused() -> None:
     model = random_drafter(tiny_target(**MODEL), window=9)
-    with pytest.raises(ValueError, match="an EagleModel or its folder exactly when.*method='learned'"):
+    with pytest.raises(ValueError, match=r"an EagleModel or its folder exactly when.*method='learned'"):
         tiny_engine(model=MODEL, drafter=model, speculation=SpeculationConfig(method="custom"))
-    with pytest.raises(ValueError, match="an EagleModel or its folder exactly when.*pass drafter="):
+    with pytest.raises(ValueError, match=r"an EagleModel or its folder exactly when.*pass drafter="):
         tiny_engine(model=MODEL, speculation=learned())
     with pytest.raises(ValueError, match="vocab_size"):
         tiny_engine(model={**MODEL, "vocab_size": 60}, drafter=model, speculation=learned())
