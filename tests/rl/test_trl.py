@@ -28,8 +28,9 @@ def make_trainer(tmp_path, model, *, lora: bool = False, steps: int = 3, convers
 
     rollout_func = fields.pop("rollout_func", None)
     prompts = [[{"role": "user", "content": p}] for p in PROMPTS] if conversational else PROMPTS
+    fields.setdefault("per_device_train_batch_size", 8)
     config = GRPOConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=8, num_generations=4, max_completion_length=12,
+        output_dir=str(tmp_path), num_generations=4, max_completion_length=12,
         max_steps=steps, learning_rate=5e-2 if lora else 5e-3, report_to=[], logging_steps=1, save_strategy="no",
         use_cpu=True, bf16=False, beta=0.0, temperature=1.0, disable_tqdm=True, **fields,
     )
