@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.eagle import random_drafter
 from tests.engine.emulated import emulation
@@ -287,6 +288,29 @@ def test_no_memory_for_the_drafters_graphs(model: EagleModel) -> None:
         assert tokens(engine.generate(PROMPTS[:1], STOPS)) == expected
         report = engine.stats()["graphs"]
     assert report["drafting"]["steps"] > 0 and report["eager_steps"]["no memory for the graph"] > 0
+
+
+def test_captured_up_front_on_whatever_lies_in_the_results(model: EagleModel) -> None:
+    """The walk that the graphs will read is then another layout's bytes: no index may come of them, and no lane."""
+    engine = engine_with(model)
+    runner, drafter = engine._core.runner, engine._core.drafter
+    assert isinstance(runner, DeviceRunner) and isinstance(drafter, EagleDrafter)
+    engine.generate(PROMPTS[:2], STOPS)
+    runner._results._device.fill_(0x3F)
+    lanes = drafter._lanes
+    before = lanes.kv.data[:, :, : lanes.dummy_slot // lanes.kv.page_size].clone(), lanes.ring.clone()
+    engine.release_graphs()
+    engine.capture_graphs()
+    after = lanes.kv.data[:, :, : lanes.dummy_slot // lanes.kv.page_size], lanes.ring
+    assert all(torch.equal(a, b) for a, b in zip(before, after))
+    names = {name for name, bucket in engine.stats()["graphs"]["buckets"].items() if bucket["captures"] > 0}
+    assert {"extend 1x4", "extend 4x4", "draft 1x3x3", "draft 4x3x3"} <= names
+
+
+def test_sabotage_a_capture_on_seats_in_use_is_seen(model: EagleModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceDrafting, "_unseat", lambda self: None)
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        test_captured_up_front_on_whatever_lies_in_the_results(model)
 
 
 def test_bytes_are_reported(model: EagleModel) -> None:

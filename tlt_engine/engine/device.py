@@ -304,18 +304,20 @@ class DeviceRunner(ModelRunner):
     @torch.inference_mode()
     def launch_drafted(self, flight: Flight, samples: Seq[Sample]) -> Flight | None:
         drafting = self._drafting
-        if drafting is None or not isinstance(flight, DeviceFlight) or flight is not self._latest:
+        assert drafting is not None and self._graphs is not None and isinstance(flight, DeviceFlight)
+        if flight is not self._latest:
+            drafting.refuse("graphs were captured in between")
             return None
-        assert self._graphs is not None and flight.draw.bucket is not None
+        assert flight.draw.bucket is not None
         with torch.cuda.device(self.device):
             self._follow_stream()
             layout, draw, key = flight.layout, flight.draw, flight.draw.bucket
             rows = min(len(samples) * drafting.verify, key.rows)
+            graphs = drafting.graphs(self._graphs, key, len(samples))  # they may capture, on empty seats
             graph = self._graphs.get(key, rows, capture=False)
             if graph is None:
                 drafting.refuse("its graph has been released")
                 return None
-            graphs = drafting.graphs(self._graphs, key, len(samples))  # they may capture, on empty seats
             reason = drafting.seat(samples, self.eos_ids)
             if reason is not None:
                 drafting.refuse(reason)
@@ -409,10 +411,13 @@ class DeviceRunner(ModelRunner):
         drafts is left as small as it is."""
         if self._drafting is None or rows == len(lanes.samples):
             return None
-        simple = lanes.plain and not lanes.needs_host and not lanes.wants_raw
-        if not simple:
+        if not lanes.plain or lanes.needs_host or lanes.wants_raw:
             self._drafting.refuse("requests with more than a temperature")
-        return self._drafting.key(len(lanes.samples)) if simple else None
+            return None
+        key = self._drafting.key(len(lanes.samples))
+        if key is None:
+            self._drafting.refuse("whole trees are larger than every graph")
+        return key
 
     def _graph_for(
         self, requests: int, rows: int, bucket: GraphKey | None = None
@@ -455,7 +460,7 @@ class DeviceRunner(ModelRunner):
         if self._graphs is not None:
             with torch.cuda.device(self.device):
                 self._follow_stream()
-                self._graphs.capture_all()
+                self._graphs.capture_all(() if self._drafting is None else self._drafting.all_keys())
 
     def release_graphs(self) -> None:
         if self._graphs is not None:

@@ -145,10 +145,20 @@ class DeviceDrafting:
         """Of the graphs that a step for the target's graph `key` replays."""
         return ExtendKey(key.batch, self.columns), DraftKey(key.batch, self.columns - 1, self._static.k)
 
+    def all_keys(self) -> list[GraphKey]:
+        """Of the batches whose trees a graph of the target holds, the largest first."""
+        batches = {key.batch for b in {k.batch for k in self._buckets.keys} if (key := self.key(b)) is not None}
+        return [k for b in sorted(batches, reverse=True) for k in (
+            ExtendKey(b, self.columns), DraftKey(b, self.columns - 1, self._static.k)
+        )]
+
     def graphs(self, cache: GraphCache, key: GraphKey, requests: int) -> tuple[Graph | None, Graph | None]:
         """Captured if need be; None: there is no memory for it, and its kernels are launched one by one."""
-        extend, draft = self.keys(key)
-        return cache.get(extend, requests * extend.nodes), cache.get(draft, requests * draft.nodes)
+        keys = self.keys(key)
+        found = [cache.get(k, requests * k.nodes) for k in keys]
+        # The budget may be so small that the second has thrown out the first.
+        extend, draft = (graph if cache.holds(k) else None for graph, k in zip(found, keys))
+        return extend, draft
 
     def capture(self, key: GraphKey, capturer: Capturer, walk: Walk, hidden: dict[int, Tensor]) -> CapturedGraph:
         """On empty seats: whatever the walk says, only dummies are written."""

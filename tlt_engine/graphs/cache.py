@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,10 +90,13 @@ class GraphCache:
         counts.run_rows += key.rows
         return graph
 
-    def capture_all(self) -> None:
-        """Every size, largest first, up to the first that the budget has no room for: capturing on would throw out what
-        has just been captured."""
-        for key in self.buckets.keys:
+    def holds(self, key: GraphKey) -> bool:
+        return key in self._kept
+
+    def capture_all(self, more: Sequence[GraphKey] = ()) -> None:
+        """Every size, largest first, then `more`, up to the first that the budget has no room for: capturing on would
+        throw out what has just been captured."""
+        for key in (*self.buckets.keys, *more):
             if key not in self._kept and key not in self._refused and self._add(key, evict=False) is None:
                 return
 

@@ -132,14 +132,15 @@ class StaticDraft:
         lane, origin = seats.lane[:, None], seats.origin[:, None]
         ring = torch.where(wanted, lane * window + positions % window, lanes.dummy_ring).flatten()
         slots = lane * lanes.slots_each + (positions - origin) % lanes.slots_each
-        rows = (walked.node_indptr[:-1, None] + walked.paths).clamp_min(0).flatten()
+        # Padding's walk may be anything, when graphs are captured.
+        rows = torch.where(wanted, walked.node_indptr[:-1, None] + walked.paths, 0).flatten()
         aux = torch.cat([states.index_select(0, rows) for states in walked.hidden], -1)
         lanes.ring_flat.index_copy_(0, ring, aux)
         return Entries(
-            ring=ring, tokens=walked.tokens.clamp_min(0).flatten(),
+            ring=ring, tokens=torch.where(wanted, walked.tokens, 0).clamp_min(0).flatten(),
             positions=torch.where(wanted, positions, 0).flatten(),
             slots=torch.where(wanted, slots, lanes.dummy_slot).flatten(),
-            last=self._count[:batch] * steps + (accepted - 1).clamp_min(0),
+            last=self._count[:batch] * steps + (accepted - 1).clamp(0, steps - 1),
             logical=self._logical(seats, stop), table=self._table(seats),
         )
 
