@@ -17,7 +17,7 @@ def draw(path: Path, title: str, plain: Rollouts, speculative: Rollouts, max_tok
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError(f"matplotlib: {error}; pip install 'tlt-engine[demo]'") from error
+        raise ImportError(f"matplotlib: {error}; pip install matplotlib") from error
     # The object interface and its own Agg canvas: a caller's pyplot state and backend stay as they are.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -59,7 +59,7 @@ def load_tasks(name: str, count: int, seed: int) -> Tasks:
     try:
         from reasoning_gym import create_dataset
     except ImportError as error:
-        raise ImportError(f"reasoning_gym: {error}; pip install 'tlt-engine[demo]'") from error
+        raise ImportError(f"reasoning_gym: {error}; pip install reasoning-gym") from error
     size = 4 * count + 16
     dataset = create_dataset(
         name, size=size, seed=seed * 10_000, min_terms=2, max_terms=2, min_digits=1, max_digits=2

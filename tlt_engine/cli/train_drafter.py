@@ -207,7 +207,7 @@ def draw(path: Path, rounds: Sequence[Round]) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError(f"matplotlib: {error}; pip install 'tlt-engine[demo]'") from error
+        raise ImportError(f"matplotlib: {error}; pip install matplotlib") from error
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -95,6 +95,11 @@ class RolloutEngine(Resident):
         seconds = self.config.stall_seconds
         self._watchdog = None if seconds is None else Watchdog(seconds, self._describe)
 
+    def __repr__(self) -> str:
+        c, config = self.model_config, self.config
+        return (f"RolloutEngine({c.architecture}, {c.num_layers} layers of {c.hidden_size}, {config.dtype} on "
+                f"{config.device}, speculation {config.speculation.method!r}, {len(self._requests)} in flight)")
+
     def _find_vocab_limit(self) -> int | None:
         """Ids at or beyond the tokenizer's length are padding rows of the head: never emitted."""
         if self.config.mask_padding_ids is False or (self.config.mask_padding_ids is None and self.tokenizer is None):

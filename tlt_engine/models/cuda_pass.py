@@ -69,7 +69,7 @@ class CudaPass:
             from tlt_kernels.triton.invariant import make_invariant
         except ImportError as error:
             raise refuse("triton", "Triton, in which attention on the GPU is written", str(error),
-                         "pip install 'tlt-engine[cuda]'") from error
+                         "pip install triton") from error
         self.model, self.kv, self.invariant = model, kv, invariant
         c = model.config
         geometries = [
@@ -214,7 +214,7 @@ def chunk_attention(wanted: str, model: Transformer, kv: KVStorage, scale: float
         except Exception as error:  # of its compiler, too: anything at all
             why, cause = f"{type(error).__name__}: {str(error).strip()[:300]}", error
     if wanted == "flashinfer":
-        remedy = "pip install 'tlt-engine[cuda]', or set prefill_backend='triton'"
+        remedy = "pip install flashinfer-python, or set prefill_backend='triton'"
         raise refuse("EngineConfig.prefill_backend", "a model and a machine for FlashInfer", why, remedy) from cause
     _say_once(f"Prefill runs on our Triton kernel, not on FlashInfer: {why}")
     return None
