@@ -150,7 +150,7 @@ def test_what_is_missing_is_refused_with_a_remedy(runner: None, monkeypatch: pyt
     with pytest.raises(ValueError, match="ZeroDivisionError"):
         engine_with("flashinfer")
     fake_flashinfer.remove(monkeypatch)
-    with pytest.raises(ValueError, match=r"flashinfer-python is not installed.*pip install 'tlt-engine"):
+    with pytest.raises(ValueError, match=r"flashinfer-python is not installed.*pip install flashinfer-python"):
         engine_with("flashinfer")
     with pytest.raises(ValueError, match="one of auto, flashinfer, triton, got 'fa3'"):
         EngineConfig(prefill_backend="fa3")
