@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 
+from tlt_engine.cli.show import note
 from tlt_engine.cli.tasks import identity
 from tlt_engine.config import EngineConfig, SamplingParams, SpeculationConfig
 from tlt_engine.outputs import CompletionOutput, RequestOutput, SpecCounts
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from tlt_engine.engine.engine import RolloutEngine
 
 PROGRESS_EVERY = 0.1  # seconds between two looks at the counters
+LINE_EVERY = 30.0  # seconds between two lines where no bar can move
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,13 @@ def roll_out(
     finished: dict[str, RequestOutput] = {}
     while engine.has_unfinished():
         finished |= {output.request_id: output for output in engine.step()}
-        if (now := time.perf_counter()) - looked > PROGRESS_EVERY and not bars.disable:
+        if (now := time.perf_counter()) - looked > (LINE_EVERY if bars.disable else PROGRESS_EVERY):
             looked, now_stats = now, engine.stats()
             done = sum(now_stats["finished"].values()) - sum(before["finished"].values())
-            bars.update(task, completed=done, tokens=now_stats["emitted_tokens"] - before["emitted_tokens"])
+            tokens = now_stats["emitted_tokens"] - before["emitted_tokens"]
+            bars.update(task, completed=done, tokens=tokens)
+            if bars.disable:
+                note(f"{title}: {done} of {total} samples, {tokens:,} tokens, {now - start:.0f} s")
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     after = engine.stats()
     bars.update(task, completed=total, tokens=after["emitted_tokens"] - before["emitted_tokens"])

@@ -77,7 +77,10 @@ def run(
             rounds.append(done)
             loss = "" if done.loss is None else f"loss {done.loss:.2f}, "
             length = "" if done.accept_length is None else f"accept length {done.accept_length:.2f}, "
-            bar.update(line, completed=min(done.minutes, settings.minutes), note=f"{loss}{length}{done.steps} steps")
+            told = f"{loss}{length}{done.steps} steps"
+            bar.update(line, completed=min(done.minutes, settings.minutes), note=told)
+            if bar.disable:
+                show.note(f"{done.minutes:.1f} of {settings.minutes:g} min: {told}")
     serving = engine.drafter.model  # type: ignore[union-attr]
     export_drafter(serving, out, to="sglang")
     if plot is not None:
