@@ -21,7 +21,7 @@ from tests.eagle import random_drafter
 from tests.engine.test_learned import MODEL, PROFILE, PROMPTS, SHAPES, engine_with, learned
 from tests.tiny import tiny_target
 from tlt_engine import DraftTree, Profile, SamplingParams
-from tlt_engine.speculation import static_draft
+from tlt_engine.speculation import static_ranking
 from tlt_engine.speculation.learned import EagleDrafter
 from tlt_engine.speculation.learned_pass import EaglePass
 from tlt_engine.speculation.static_draft import Seats, StaticDraft, Verified
@@ -218,15 +218,15 @@ class Faults:
 
     @staticmethod
     def one_position_late(patch: pytest.MonkeyPatch) -> None:
-        honest = StaticDraft._add
-        patch.setattr(StaticDraft, "_add", lambda self, levels, seats, logits, positions, *rest: honest(
-            self, levels, seats, logits, positions + 1, *rest
+        honest = StaticDraft._top
+        patch.setattr(StaticDraft, "_top", lambda self, seats, logits, positions: honest(
+            self, seats, logits, positions + 1
         ))
 
     @staticmethod
     def stops_have_children(patch: pytest.MonkeyPatch) -> None:
-        honest = static_draft.DenseCandidates.__init__
-        patch.setattr(static_draft.DenseCandidates, "__init__", lambda self, limit, stops, least: honest(
+        honest = static_ranking.DenseCandidates.__init__
+        patch.setattr(static_ranking.DenseCandidates, "__init__", lambda self, limit, stops, least: honest(
             self, limit, torch.full_like(stops, -2), least
         ))
 

@@ -23,6 +23,7 @@ from tests.engine.test_learned import MODEL, learned
 from tests.engine.test_learned_copy import PROMPTS as COPY_PROMPTS
 from tests.engine.test_learned_copy import SOME, refused
 from tests.gpu.test_engine import PROMPTS, same_tokens
+from tests.kernels.children_interpreted import CASES, compare
 from tests.tiny import tiny_target
 from tlt_engine import EngineConfig, Profile, RolloutEngine, SamplingParams, SpeculationConfig
 from tlt_engine.engine.device import DeviceRunner
@@ -90,9 +91,9 @@ def test_a_copy_of_the_target_is_never_refused(vocabulary: str, temperature: flo
 
 
 def test_the_copy_is_refused_when_the_noise_is_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = StaticDraft._add
-    monkeypatch.setattr(StaticDraft, "_add", lambda self, levels, seats, logits, positions, *rest: honest(
-        self, levels, seats, logits, positions + 1, *rest
+    honest = StaticDraft._top
+    monkeypatch.setattr(StaticDraft, "_top", lambda self, seats, logits, positions: honest(
+        self, seats, logits, positions + 1
     ))
     with pytest.raises(AssertionError, match="refused"):
         test_a_copy_of_the_target_is_never_refused("whole", 1.0)
@@ -149,6 +150,11 @@ def test_the_host_never_waits_for_a_token_before_a_launch(model: EagleModel, mon
 
 
 # ---------------------------------------------------------------- levels, by their logits
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_children_are_ranked_as_by_candidates(case: dict[str, Any]) -> None:
+    compare(case, "cuda")
 
 
 @pytest.fixture(params=["fp32", "bf16", "bf16 without a window"])

@@ -15,14 +15,14 @@ from dataclasses import dataclass, fields
 
 import torch
 from tlt_kernels.draft import noisy_top_k
-from tlt_kernels.params import GREEDY_BELOW, NoiseIds, RowParams
+from tlt_kernels.params import DraftTop, NoiseIds, RowParams
 from torch import Tensor
 
 from tlt_engine.config import SpeculationConfig
 from tlt_engine.models.eagle import EagleModel
-from tlt_engine.speculation.candidates import Candidates, log_chances
 from tlt_engine.speculation.lanes import Lanes
 from tlt_engine.speculation.learned_pass import Beam, EaglePass, Entries
+from tlt_engine.speculation.static_ranking import FusedRanking, Ranked, Ranking, TorchRanking
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,11 @@ class Verified:
     hidden: Sequence[Tensor]
 
 
-class DenseCandidates(Candidates):
-    def dense(self, roots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens int64, parents int32, scores fp32, all [B, C], dead ones included at -inf. roots int64 [B]."""
-        tokens, parents, scores = (torch.cat(level, 1) for level in zip(*self._levels))
-        one = roots[:, None]
-        return (
-            torch.cat((one, tokens), 1), torch.cat((torch.full_like(one, -1), parents), 1).int(),
-            torch.cat((torch.zeros_like(scores[:, :1]), scores), 1),
-        )
-
-
 class StaticDraft:
     """batch: the most requests. width: nodes expanded a level. Static results of `draft`, for the selection of the
     trees (tlt_kernels.cuda.tree_from_candidates): tokens, parents, scores [batch * C]; cand_indptr int32 [batch + 1];
-    budgets int32 [batch]; expected fp32 [batch], the sum of the chances of the nodes that will be kept."""
+    budgets int32 [batch]; expected fp32 [batch], the sum of the chances of the nodes that will be kept. fused: ranking
+    is one kernel a level."""
 
     def __init__(
         self, model: EagleModel, lanes: Lanes, passes: EaglePass, config: SpeculationConfig, *, batch: int, width: int,
@@ -86,6 +76,7 @@ class StaticDraft:
         self.depth, self.k, self.width, self.batch = config.profile.depth, config.profile.top_k, width, batch
         self._pass, self._vocab_limit = passes, vocab_limit
         device = model.device
+        self.fused = device.type == "cuda"
         self.logits = torch.zeros(batch, len(model.head_weight), dtype=model.head_weight.dtype, device=device)
         self.hidden = torch.zeros(batch, model.config.hidden_size, dtype=model.dtype, device=device)
         self.candidates = 1 + sum(self._level_sizes())
@@ -162,51 +153,53 @@ class StaticDraft:
         batch, stop = len(committed), committed.long()
         length = stop + 1  # tokens; a child of a node at depth d is drawn at position length + d
         # The bonus token takes a place, and the deepest node's parent must stand where the drafter has positions.
-        limit = ((seats.end - 1).clamp_max(self._pass.length + 2) - length).clamp_max(self.depth)
-        levels = DenseCandidates(limit, seats.stops, self.config.min_chance)
+        limits = ((seats.end - 1).clamp_max(self._pass.length + 2) - length).clamp_max(self.depth)
+        ranking = self._ranking(seats, limits, roots)
         zeros = torch.zeros(batch, 1, dtype=torch.int64, device=stop.device)
-        self._add(levels, seats, self.logits[:batch], length, zeros.float(), zeros)
+        ranking.add(self._top(seats, self.logits[:batch], length), zeros.float(), zeros)
         last = Entries(
             ring=zeros, tokens=zeros, positions=(stop - 1).clamp_min(0), slots=zeros, last=self._count[:batch],
             logical=self._logical(seats, stop), table=self._table(seats),
         )
         beam, first, hidden = Beam(last), -1, self.hidden[:batch]  # first: index in the beam of the level above's first
         for depth in range(1, self.depth):
-            places, indices, tokens, above = levels.best(self.width)
-            up = places // self.k  # which of the nodes expanded before is the parent
-            wide = up[..., None].expand(-1, -1, hidden.shape[-1])
-            parents, first = up + first, beam.nodes
-            out = self._pass.level(beam, tokens, hidden.unflatten(0, (batch, -1)).gather(1, wide), parents)
+            nodes = ranking.expand(self.width)
+            wide = nodes.up[..., None].expand(-1, -1, hidden.shape[-1])
+            parents, first = nodes.up + first, beam.nodes
+            out = self._pass.level(beam, nodes.tokens, hidden.unflatten(0, (batch, -1)).gather(1, wide), parents)
             hidden = out.hidden
-            self._add(levels, seats, out.logits, length + depth, above, indices)
-        self._keep(levels, seats, roots)
+            ranking.add(self._top(seats, out.logits, length + depth), nodes.above, nodes.indices)
+        ranking.finish()
+        self._keep(seats)
 
-    def _add(
-        self, levels: DenseCandidates, seats: Seats, logits: Tensor, positions: Tensor, above: Tensor, indices: Tensor
-    ) -> None:
-        """The k best children of each expanded node [B, M], drawn at `positions` [B]."""
-        batch, nodes = above.shape
+    def _ranking(self, seats: Seats, limits: Tensor, roots: Tensor) -> Ranking:
+        config, total = self.config, len(roots) * self.candidates
+        blind = config.ranking == "q" or not config.shared_noise
+        ranked = Ranked(
+            limits, seats.stops, seats.temperature, None if blind else seats.sharpness, config.min_chance, roots,
+            self.tokens[:total], self.parents[:total], self.scores[:total],
+        )
+        return FusedRanking(ranked, self.width) if self.fused else TorchRanking(ranked)
+
+    def _top(self, seats: Seats, logits: Tensor, positions: Tensor) -> DraftTop:
+        """The k best children of each of the nodes [B * M] whose logits they are, drawn at `positions` [B]."""
+        batch = len(positions)
+        nodes = len(logits) // batch
 
         def spread(values: Tensor) -> Tensor:
             return values[:, None].expand(batch, nodes).reshape(-1).contiguous()  # of one row it would be a view
 
-        temperature, config = spread(seats.temperature), self.config
         ids = NoiseIds(spread(seats.keys), spread(positions), spread(seats.samples), spread(seats.segments))
         reduced = self.model.head is not None
-        top = noisy_top_k(
-            logits, ids, RowParams(temperature), self.k, d2t=self.model.d2t if reduced else None,
+        return noisy_top_k(
+            logits, ids, RowParams(spread(seats.temperature)), self.k, d2t=self.model.d2t if reduced else None,
             target_vocab=self.model.config.vocab_size if reduced else None, vocab_limit=self._vocab_limit,
-            noise=config.shared_noise,
+            noise=self.config.shared_noise,
         )
-        blind = config.ranking == "q" or not config.shared_noise
-        chances = log_chances(top, temperature < GREEDY_BELOW, None if blind else spread(seats.sharpness))
-        levels.add(top.tokens.view(batch, -1), chances.view(batch, -1), above, indices)
 
-    def _keep(self, levels: DenseCandidates, seats: Seats, roots: Tensor) -> None:
-        batch, verify = len(roots), self.config.profile.verify
-        tokens, parents, scores = levels.dense(roots)
-        for kept, values in ((self.tokens, tokens), (self.parents, parents), (self.scores, scores)):
-            kept[: values.numel()].copy_(values.flatten())
+    def _keep(self, seats: Seats) -> None:
+        batch, verify = len(seats.lane), self.config.profile.verify
+        scores = self.scores[: batch * self.candidates].view(batch, -1)
         # Padding has no candidates, and so no tree. A dead candidate would be taken when no live one is left.
         self.cand_indptr[: batch + 1].copy_(torch.minimum(self._count[: batch + 1], seats.live) * self.candidates)
         self.budgets[:batch].copy_((scores > -math.inf).sum(1).clamp_max(verify))
