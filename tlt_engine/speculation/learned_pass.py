@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from tlt_kernels.activation import silu_mul
 from tlt_kernels.attention import tree_attention
 from tlt_kernels.linear import linear
 from tlt_kernels.norm import rms_norm
@@ -58,6 +57,8 @@ class Beam:
     def __init__(self, entries: Entries) -> None:
         batch, device = len(entries.last), entries.table.device
         self.table, self.root = entries.table, entries.logical.long()
+        self.prefix = entries.logical + 1  # int32 [B], as attention counts
+        self.slots: Tensor | None = None  # [B, MAX_NODES], flat, of all nodes there can be
         self.position = entries.positions[entries.last]
         self.depth = 0
         self.queries: Tensor | None = None  # [B, N, Hq, D]
@@ -79,7 +80,8 @@ class EaglePass:
         self.cos, self.sin = rope_tables(c.rope, self.length, model.device)
         self._window = c.window or 0
         self._scale = c.head_dim**-0.5
-        nodes = torch.arange(MAX_NODES, device=model.device)
+        self._nodes = nodes = torch.arange(MAX_NODES, device=model.device)
+        self._even: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # node_indptr and causal of such passes
         bit = torch.ones_like(nodes) << (nodes % 64)
         self._own_bits = torch.stack((bit * (nodes < 64), bit * (nodes >= 64)), 1)  # [MAX_NODES, 2]
 
@@ -107,9 +109,9 @@ class EaglePass:
         batch, width = tokens.shape
         above = beam.nodes
         beam.depth += 1
-        logical = beam.root[:, None] + 1 + above + torch.arange(width, device=tokens.device)
-        page = self.lanes.kv.page_size
-        slots = beam.table.gather(1, logical // page).long() * page + logical % page
+        if beam.slots is None:
+            beam.slots = self._slots(beam)
+        slots = beam.slots[:, above : above + width].contiguous()  # flattened, one column would stay a view
         # Beyond the end only nodes stand whose requests draft no deeper: their outputs are thrown away.
         positions = (beam.position + beam.depth).clamp_max(self.length - 1).repeat_interleave(width)
         embeds = F.embedding(tokens.flatten(), self.model.embedding)
@@ -122,10 +124,17 @@ class EaglePass:
         # The rows above come along as keys' owners only: their outputs are thrown away. At 8 nodes a level and 8 levels
         # that is 4.5 times the needed queries of an attention over a window, of one layer.
         attended = self._attend(
-            beam.queries.flatten(0, 1), beam.table, (beam.root + 1).int(), rows, beam.bits.flatten(0, 1),
+            beam.queries.flatten(0, 1), beam.table, beam.prefix, rows, beam.bits.flatten(0, 1),
             beam.logical.flatten(),
         )
         return self._finish(attended.unflatten(0, (batch, rows))[:, above:].flatten(0, 1), residual)
+
+    def _slots(self, beam: Beam) -> Tensor:
+        """Once a draft: ten small launches that each level would repeat. A tree has fewer nodes than this counts; what
+        would lie behind the table is not used."""
+        page = self.lanes.kv.page_size
+        logical = (beam.root[:, None] + 1 + self._nodes).clamp_max(beam.table.shape[1] * page - 1)
+        return beam.table.gather(1, logical // page).long() * page + logical % page
 
     def _grow(self, beam: Beam, q: Tensor, parents: Tensor) -> None:
         batch, width = parents.shape
@@ -169,8 +178,10 @@ class EaglePass:
     ) -> Tensor:
         """[R, Hq, D], `each` rows a request."""
         batch = len(prefix_lens)
-        indptr = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * each
-        causal = torch.zeros(batch, dtype=torch.uint8, device=q.device)
+        if (batch, each) not in self._even:
+            indptr = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * each
+            self._even[batch, each] = indptr, torch.zeros(batch, dtype=torch.uint8, device=q.device)
+        indptr, causal = self._even[batch, each]
         k_cache, v_cache = self.lanes.kv.layer(0)
         return tree_attention(
             q, k_cache, v_cache, table, prefix_lens, indptr, bits, causal, positions, scale=self._scale,
@@ -180,8 +191,8 @@ class EaglePass:
     def _finish(self, attended: Tensor, residual: Tensor) -> Output:
         model, eps = self.model, self.model.config.rms_norm_eps
         x = linear(attended.reshape(len(residual), -1), model.o, base=residual, checked=False)
-        gate_up = linear(self._norm(x, model.post_norm, eps), model.gate_up, checked=False)
-        out = linear(silu_mul(gate_up, checked=False), model.down, base=x, checked=False)
+        gated = linear(self._norm(x, model.post_norm, eps), model.gate_up, silu_mul=True, checked=False)
+        out = linear(gated, model.down, base=x, checked=False)
         normed = out if model.norm is None else self._norm(out, model.norm, eps)
         head = model.head_weight
         return Output(linear(normed.to(head.dtype), head, checked=False), out)

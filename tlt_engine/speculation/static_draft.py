@@ -25,6 +25,21 @@ from tlt_engine.speculation.learned_pass import Beam, EaglePass, Entries
 from tlt_engine.speculation.static_ranking import FusedRanking, Ranked, Ranking, TorchRanking
 
 
+def spread(values: Tensor, nodes: int) -> Tensor:
+    """values [B] -> [B * nodes], contiguous."""
+    return values if nodes == 1 else values[:, None].expand(-1, nodes).reshape(-1).contiguous()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of Seats, for each of a level's nodes: all [B * M]."""
+
+    keys: Tensor
+    samples: Tensor
+    segments: Tensor
+    temperature: Tensor
+
+
 @dataclass(frozen=True)
 class Seats:
     """Who is drafted for, a row each; the host writes it when the batch changes. lane, origin int64 [B]: as Lanes has
@@ -42,6 +57,9 @@ class Seats:
     sharpness: Tensor
     stops: Tensor
     live: Tensor
+
+    def spread(self, nodes: int) -> Rows:
+        return Rows(*(spread(v, nodes) for v in (self.keys, self.samples, self.segments, self.temperature)))
 
     def first(self, batch: int) -> Seats:
         rows = {f.name: getattr(self, f.name)[:batch] for f in fields(self) if f.name != "live"}
@@ -156,7 +174,8 @@ class StaticDraft:
         limits = ((seats.end - 1).clamp_max(self._pass.length + 2) - length).clamp_max(self.depth)
         ranking = self._ranking(seats, limits, roots)
         zeros = torch.zeros(batch, 1, dtype=torch.int64, device=stop.device)
-        ranking.add(self._top(seats, self.logits[:batch], length), zeros.float(), zeros)
+        ranking.add(self._top(seats.spread(1), self.logits[:batch], length), zeros.float(), zeros)
+        rows = seats.spread(min(self.width, self.k))
         last = Entries(
             ring=zeros, tokens=zeros, positions=(stop - 1).clamp_min(0), slots=zeros, last=self._count[:batch],
             logical=self._logical(seats, stop), table=self._table(seats),
@@ -168,7 +187,9 @@ class StaticDraft:
             parents, first = nodes.up + first, beam.nodes
             out = self._pass.level(beam, nodes.tokens, hidden.unflatten(0, (batch, -1)).gather(1, wide), parents)
             hidden = out.hidden
-            ranking.add(self._top(seats, out.logits, length + depth), nodes.above, nodes.indices)
+            if len(out.logits) != len(rows.keys):  # the first levels of a narrow tree, where fewer are expanded
+                rows = seats.spread(len(out.logits) // batch)
+            ranking.add(self._top(rows, out.logits, length + depth), nodes.above, nodes.indices)
         ranking.finish()
         self._keep(seats)
 
@@ -181,18 +202,12 @@ class StaticDraft:
         )
         return FusedRanking(ranked, self.width) if self.fused else TorchRanking(ranked)
 
-    def _top(self, seats: Seats, logits: Tensor, positions: Tensor) -> DraftTop:
+    def _top(self, rows: Rows, logits: Tensor, positions: Tensor) -> DraftTop:
         """The k best children of each of the nodes [B * M] whose logits they are, drawn at `positions` [B]."""
-        batch = len(positions)
-        nodes = len(logits) // batch
-
-        def spread(values: Tensor) -> Tensor:
-            return values[:, None].expand(batch, nodes).reshape(-1).contiguous()  # of one row it would be a view
-
-        ids = NoiseIds(spread(seats.keys), spread(positions), spread(seats.samples), spread(seats.segments))
+        ids = NoiseIds(rows.keys, spread(positions, len(logits) // len(positions)), rows.samples, rows.segments)
         reduced = self.model.head is not None
         return noisy_top_k(
-            logits, ids, RowParams(spread(seats.temperature)), self.k, d2t=self.model.d2t if reduced else None,
+            logits, ids, RowParams(rows.temperature), self.k, d2t=self.model.d2t if reduced else None,
             target_vocab=self.model.config.vocab_size if reduced else None, vocab_limit=self._vocab_limit,
             noise=self.config.shared_noise,
         )
