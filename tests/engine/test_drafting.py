@@ -25,6 +25,7 @@ from tlt_engine.engine import core
 from tlt_engine.engine.core import EngineCore
 from tlt_engine.engine.device import DeviceRunner
 from tlt_engine.engine.drafting import DeviceDrafting
+from tlt_engine.graphs.buckets import GraphKey, default_buckets
 from tlt_engine.models.eagle import EagleModel
 from tlt_engine.speculation.learned import EagleDrafter
 from tlt_engine.speculation.static_draft import StaticDraft
@@ -311,6 +312,24 @@ def test_sabotage_a_capture_on_seats_in_use_is_seen(model: EagleModel, monkeypat
     monkeypatch.setattr(DeviceDrafting, "_unseat", lambda self: None)
     with pytest.raises((AssertionError, IndexError, ValueError)):
         test_captured_up_front_on_whatever_lies_in_the_results(model)
+
+
+@pytest.mark.parametrize("verify", [6, 32])
+def test_the_graph_of_the_smallest_batch(model: EagleModel, verify: int) -> None:
+    """A drafter's graph computes all of its bucket's requests; rows alone would choose 96 x 1 for 3 trees of 32."""
+    with emulation(buckets=default_buckets(96, verify, full=True)):
+        engine = engine_with(model, Profile(3, 8, verify), max_num_seqs=96)
+        runner = engine._core.runner
+        assert isinstance(runner, DeviceRunner) and runner._drafting is not None
+        for requests in range(1, 97):
+            key = runner._drafting.key(requests)
+            held = [b for b in (1, 2, 4, 8, 16, 32, 48, 64, 96) if b >= requests]
+            if key is None:
+                assert requests * verify > 256 or held[0] * verify > 256
+            else:
+                assert key.rows >= requests * verify
+                assert key.batch == held[0] or held[0] * verify > 256, "there is no graph of that batch"
+        assert runner._drafting.key(3) == GraphKey(4, verify)
 
 
 def test_bytes_are_reported(model: EagleModel) -> None:

@@ -423,10 +423,10 @@ class DeviceRunner(ModelRunner):
         self, requests: int, rows: int, bucket: GraphKey | None = None
     ) -> tuple[Graph | None, GraphKey | None]:
         """The graph that serves the step, captured if need be; (None, None): it runs eagerly at its own size. bucket:
-        take that of this size."""
-        if self._graphs is not None and bucket is not None:
-            rows = bucket.rows
-        key = None if self._graphs is None else self._graphs.choose(requests, rows)
+        take this one."""
+        key = bucket
+        if key is None and self._graphs is not None:
+            key = self._graphs.choose(requests, rows)
         if self._graphs is None or key is None:
             return None, None
         graph = self._graphs.get(key, rows)

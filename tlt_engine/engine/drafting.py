@@ -60,6 +60,7 @@ class DeviceDrafting:
         self._roots = torch.zeros(batch, dtype=I64, device=device)
         self._deepest = torch.zeros(batch, dtype=I32, device=device)
         self._rows = torch.arange(buckets.keys[0].rows, dtype=I32, device=device)
+        self._chosen: dict[int, GraphKey | None] = {}
         self.steps = 0
         self.refused: dict[str, int] = {}
         self._unseat()
@@ -78,8 +79,12 @@ class DeviceDrafting:
         self.refused[reason] = self.refused.get(reason, 0) + 1
 
     def key(self, requests: int) -> GraphKey | None:
-        """The target's graph for trees of all nodes of the profile."""
-        return self._buckets.choose(requests, requests * self.verify)
+        """The target's graph for trees of all nodes of the profile, of the smallest batch that will do: what is drafted
+        is padded to it, and 96 rows fit 96 x 1 as well as 4 x 32."""
+        if requests not in self._chosen:
+            fits = [k for k in self._buckets.keys if k.batch >= requests and k.rows >= requests * self.verify]
+            self._chosen[requests] = min(fits, key=lambda k: (k.batch, k.rows), default=None)
+        return self._chosen[requests]
 
     # ---------------------------------------------------------------- who is drafted for
 
