@@ -1,11 +1,14 @@
-"""The RL side: importance ratios in TRL, weight updates, sleep and wake.
+"""The RL side: importance ratios in TRL, weight updates, sleep and wake, errors of the log-probabilities.
 
     python -m bench.rl ratio                                   # CPU: a tiny policy, fp32
     python -m bench.rl update sleep --out DIR                  # one GPU: the geometry of Qwen2.5-7B, bf16
+    python -m bench.rl logprob --model MODEL --out DIR [--device cuda --dtype bfloat16 --tokens 100000]
 
 ratio: largest |importance ratio - 1| that TRL logs over three steps. update: copying a whole state dict into the
 engine, over a plain copy of as many bytes. sleep: what the driver says is in use after sleep(1) beyond an empty
 process, and waking over a plain copy from pinned memory; the same tokens before and after, many cycles.
+logprob: |logged log-probability - an fp32 recompute of the same tokens|, p95 and maximum with speculation over without;
+and the p95 after each of many small weight updates, as the slope of a line through them.
 """
 
 from __future__ import annotations
@@ -15,19 +18,24 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.results import record
-from tlt_engine import SamplingParams
+from tlt_engine import EngineConfig, Profile, RolloutEngine, SamplingParams, SpeculationConfig
+from tlt_engine.models import load_model
+from tlt_engine.models.loader import LoadedModel
 
 COMMAND = "python -m bench.rl"
 GEOMETRY = {"geometry": "Qwen2.5-7B", "dtype": "bf16"}
+OFF = SpeculationConfig(method="off")
 
 
-PART_OF = {"trl": "ratio", "update": "update", "sleep": "sleep", "wake": "sleep"}  # by the first word of the metric
+# By the first word of the metric.
+PART_OF = {"trl": "ratio", "update": "update", "sleep": "sleep", "wake": "sleep", "logprob": "logprob"}
 
 
 def keep(out: Path | None, metric: str, value: float, unit: str, params: dict[str, Any], **more: Any) -> None:
@@ -112,13 +120,16 @@ def sleep(out: Path | None, cycles: int = 50) -> None:
         return [o.outputs[0].token_ids for o in engine.generate(prompts, params)]
 
     expected = tokens()
+    new = {n: t.cpu().pin_memory() for n, t in loaded.model.named_weights()}
     plain = statistics.median(timed_copy(weights, torch.empty(weights, dtype=torch.uint8, pin_memory=True)))
     torch.cuda.empty_cache()
     residual, wakes = [], []
     for _ in range(cycles):
         engine.sleep(1)
         residual.append(used_gb() - empty)
-        wakes += timed(engine.wake_up, runs=1, warm=0)
+        wakes += timed(lambda: engine.wake_up(["weights"]), runs=1, warm=0)
+        engine.update_weights(new)  # as a trainer sends them, before there is room for the KV
+        engine.wake_up()
     assert tokens() == expected, "other tokens after waking"
     keep(out, "sleep.residual_gb", residual[-1], "GB", GEOMETRY | {"level": 1, "cycles": cycles},
          spread=[min(residual), max(residual)], runs=cycles)
@@ -127,11 +138,85 @@ def sleep(out: Path | None, cycles: int = 50) -> None:
          spread=[min(wakes) / plain, max(wakes) / plain])
 
 
+# ---------------------------------------------------------------- log-probabilities
+
+
+def logprob(out: Path | None, args: argparse.Namespace) -> None:
+    from bench.drafter import questions
+    from tests.drafters import ReplayDrafter
+
+    weights = load_model(args.model, device=args.device)
+    reference = RolloutEngine(weights, EngineConfig(device=args.device, speculation=OFF))
+    loaded = load_model(args.model, dtype=args.dtype, device=args.device)
+    asked, _, _ = questions(64, 0, 0)
+    count = max(min(256, args.tokens // len(asked)), 1)
+    n = max(-(-args.tokens // (len(asked) * count)), 1)
+    params = [SamplingParams(n=n, max_tokens=count, seed=i, ignore_eos=True, detokenize=False)
+              for i in range(len(asked))]
+    config = EngineConfig(dtype=args.dtype, device=args.device, max_num_seqs=64, speculation=OFF)
+    plain = RolloutEngine(loaded, config).generate(asked, params)
+    known = {tuple(o.prompt_token_ids): {s.index: s.token_ids for s in o.outputs} for o in plain}
+    drafting = replace(config, speculation=SpeculationConfig(method="custom", profile=Profile(6, 2, 16)))
+    drafter = ReplayDrafter(known, error_rate=0.2, depth=6, shape="tree", width=2)
+    drafted = RolloutEngine(loaded, drafting, drafter=drafter).generate(asked, params)
+    found = {}
+    for name, outputs in (("off", plain), ("on", drafted)):
+        found[name] = errors(outputs, reference)
+        where = {"model": args.model, "dtype": args.dtype, "speculation": name, "tokens": len(found[name])}
+        keep(out, "logprob.p95", quantile(found[name]), "nats", where)
+        keep(out, "logprob.max", float(found[name].max()), "nats", where)
+    where = {"model": args.model, "dtype": args.dtype, "tokens": len(found["on"])}
+    keep(out, "logprob.error_ratio", quantile(found["on"]) / quantile(found["off"]), "", where | {"stat": "p95"})
+    keep(out, "logprob.error_ratio", float(found["on"].max() / found["off"].max()), "", where | {"stat": "max"})
+    keep(out, "logprob.trend", trend(loaded, weights, reference, config, asked[:8], args.updates), "nats an update",
+         {"model": args.model, "dtype": args.dtype, "updates": args.updates, "stat": "p95"}, runs=args.updates)
+
+
+def errors(outputs: Sequence[Any], reference: RolloutEngine) -> torch.Tensor:
+    """One a token."""
+    parts = []
+    for output in outputs:
+        for sample in output.outputs:
+            exact = reference.score(output.prompt_token_ids, sample.token_ids)
+            parts.append((torch.tensor(sample.sampled_logprobs) - torch.tensor(exact)).abs())
+    return torch.cat(parts)
+
+
+def quantile(values: torch.Tensor, q: float = 0.95) -> float:
+    return float(values.sort().values[int(q * (len(values) - 1))])
+
+
+def trend(
+    loaded: LoadedModel, weights: LoadedModel, reference: RolloutEngine, config: EngineConfig, asked: Sequence[Any],
+    updates: int,
+) -> float:
+    """Slope of the p95 over updates that move every weight by a thousandth of its spread."""
+    engine = RolloutEngine(loaded, config)
+    generator = torch.Generator().manual_seed(0)
+    state = {n: t.clone() for n, t in weights.model.named_weights()}
+    found = []
+    for step in range(updates):
+        for name, value in state.items():
+            noise = torch.randn(value.shape, generator=generator).to(value.device)
+            state[name] = value + 1e-3 * value.std() * noise if value.dim() > 1 else value
+        for one in (engine, reference):
+            one.update_weights(state)
+        params = [SamplingParams(max_tokens=64, seed=1000 * step + i, ignore_eos=True, detokenize=False)
+                  for i in range(len(asked))]
+        found.append(quantile(errors(engine.generate(asked, params), reference)))
+    return float(torch.tensor([[1.0, i] for i in range(updates)]).pinverse()[1] @ torch.tensor(found))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("ratio", "update", "sleep"))
+    parser.add_argument("parts", nargs="+", choices=("ratio", "update", "sleep", "logprob"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cycles", type=int, default=50)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--updates", type=int, default=100)
     args = parser.parse_args(argv)
     if "ratio" in args.parts:
         ratio(args.out)
@@ -139,6 +224,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         update(args.out)
     if "sleep" in args.parts:
         sleep(args.out, args.cycles)
+    if "logprob" in args.parts:
+        logprob(args.out, args)
 
 
 if __name__ == "__main__":
