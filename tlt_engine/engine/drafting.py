@@ -49,7 +49,9 @@ class DeviceDrafting:
         profile = drafter.config.profile
         self.columns, self.verify = profile.depth + 1, profile.verify
         self._buckets, self._page_size, self._pad_slot = buckets, page_size, pad_slot
-        batch = max(key.batch for key in buckets.keys)
+        self._chosen: dict[int, GraphKey | None] = {}
+        requests = range(1, max(key.batch for key in buckets.keys) + 1)
+        batch = max((key.batch for n in requests if (key := self.key(n)) is not None), default=1)
         self._static = drafter.static(batch)
         self._upload = Upload(seat_sections(batch), device)
         seats = self._upload.frame.device
@@ -60,7 +62,6 @@ class DeviceDrafting:
         self._roots = torch.zeros(batch, dtype=I64, device=device)
         self._deepest = torch.zeros(batch, dtype=I32, device=device)
         self._rows = torch.arange(buckets.keys[0].rows, dtype=I32, device=device)
-        self._chosen: dict[int, GraphKey | None] = {}
         self.steps = 0
         self.refused: dict[str, int] = {}
         self._unseat()
@@ -152,7 +153,7 @@ class DeviceDrafting:
 
     def all_keys(self) -> list[GraphKey]:
         """Of the batches whose trees a graph of the target holds, the largest first."""
-        batches = {key.batch for b in {k.batch for k in self._buckets.keys} if (key := self.key(b)) is not None}
+        batches = {key.batch for key in self._chosen.values() if key is not None}
         return [k for b in sorted(batches, reverse=True) for k in (
             ExtendKey(b, self.columns), DraftKey(b, self.columns - 1, self._static.k)
         )]
