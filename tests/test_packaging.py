@@ -35,7 +35,7 @@ def test_the_installed_metadata_is_this_project() -> None:
         pytest.skip("not installed: run through PYTHONPATH")
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Version"] == PROJECT["project"]["version"] == importlib.import_module("tlt_engine").__version__
-    assert set(metadata.get_all("Provides-Extra") or ()) == {"cuda", "demo", "rl", "dev"}
+    assert set(metadata.get_all("Provides-Extra") or ()) == {"cuda", "demo", "rl", "metrics", "dev"}
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 
