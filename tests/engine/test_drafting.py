@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.eagle import random_drafter
+from tests.eagle import Spy, random_drafter
 from tests.engine.emulated import emulation
 from tests.engine.engines import shared_hf, tiny_engine, tokens
 from tests.engine.test_device import PROMPTS, cpu_runner
-from tests.engine.test_device_ahead import stepped
-from tests.engine.test_learned import MODEL, learned
+from tests.engine.test_device_ahead import FREE, stepped
+from tests.engine.test_learned import MODEL, check, learned
 from tests.tiny import tiny_target
 from tlt_engine import Profile, RequestOutput, RolloutEngine, SamplingParams
 from tlt_engine.engine import core
@@ -177,13 +177,74 @@ def test_requests_that_come_and_go(model: EagleModel) -> None:
     assert report["refused"].get("catch-up"), "after a swap the host catches up once"
 
 
-def test_switched_off_and_on_by_load(model: EagleModel) -> None:
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Requests in each plain step that was launched ahead."""
+    seen: list[int] = []
+    honest = DeviceRunner.launch_ahead
+
+    def launch_ahead(self: Any, flight: Any, sequences: Any) -> Any:
+        launched = honest(self, flight, sequences)
+        seen.extend([len(sequences)] * (launched is not None))
+        return launched
+
+    monkeypatch.setattr(DeviceRunner, "launch_ahead", launch_ahead)
+    return seen
+
+
+def switching(model: EagleModel, **more: Any) -> RolloutEngine:
+    """Off while more than 3 of 5 samples run."""
     spec = learned(profile=TREE, sharpness=1.5, enable_below=3)
-    params = [SamplingParams(temperature=0.9, max_tokens=n, seed=3, ignore_eos=True) for n in (60, 5, 30, 9, 50)]
+    params = [SamplingParams(temperature=0.9, max_tokens=n, seed=3, ignore_eos=True) for n in (60, 5, 30, 22, 50)]
     prompts = [*PROMPTS, [11]]
-    mine, plain, engine = both(model, params, prompts, speculation=spec)
-    assert mine == plain
-    assert engine.stats()["speculation_switches"] == 1 and drafting(engine)["steps"] > 10
+    engine = engine_with(model, speculation=spec)
+    spy = Spy(engine, more["spied"]) if more else None
+    assert tokens(engine.generate(prompts, params)) == cpu_tokens(model, prompts, params)
+    assert engine.stats()["speculation_switches"] == 1
+    engine.check_integrity()
+    if spy is not None:
+        check(spy, model, rows=40)
+    return engine
+
+
+def test_switched_off_and_on_by_load(model: EagleModel, ahead: list[int]) -> None:
+    """While off, steps are plain and launched ahead."""
+    engine = switching(model)
+    assert len(ahead) > 10 and max(ahead) >= 4
+    assert drafting(engine)["steps"] > 10 and drafting(engine)["refused"] == {}
+
+
+def test_rings_are_kept_while_off(model: EagleModel, monkeypatch: pytest.MonkeyPatch, ahead: list[int]) -> None:
+    """By the device, for steps ahead: what the host drafts from them afterwards has the logits of its definition."""
+    monkeypatch.setattr(DeviceRunner, "launch_drafted", lambda self, flight, samples: None)
+    switching(model, spied=monkeypatch)
+    assert len(ahead) > 10
+
+
+def test_sabotage_rings_not_kept_while_off_are_seen(model: EagleModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StaticDraft, "store", lambda self, seats, committed, hidden: None)
+    with pytest.raises(AssertionError, match="not close"):
+        test_rings_are_kept_while_off(model, monkeypatch, [0] * 11)
+
+
+def test_any_drafter_is_switched_on_behind_a_step_ahead(ahead: list[int]) -> None:
+    """That step was launched without the host, whose lengths of its samples are those of steps before."""
+    spec = replace(FREE, enable_below=3)
+    params = [SamplingParams(temperature=0.9, max_tokens=n, seed=3, ignore_eos=True) for n in (60, 5, 30, 22, 50)]
+    prompts = [*PROMPTS, [11]]
+    engine = tiny_engine(speculation=spec)
+    with cpu_runner():
+        expected = tokens(tiny_engine(speculation=spec).generate(prompts, params))
+    assert tokens(engine.generate(prompts, params)) == expected
+    assert engine.stats()["speculation_switches"] == 1 and len(ahead) > 10
+    engine.check_integrity()
+
+
+def test_requests_without_speculation_ride_ahead(model: EagleModel, ahead: list[int]) -> None:
+    engine = engine_with(model)
+    params = SamplingParams(temperature=0.9, max_tokens=30, seed=3, ignore_eos=True)
+    assert tokens(engine.generate(PROMPTS, params, speculate=False)) == cpu_tokens(model, PROMPTS, params)
+    assert len(ahead) > 15
 
 
 def test_preemption(model: EagleModel) -> None:

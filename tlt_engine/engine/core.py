@@ -117,12 +117,14 @@ class EngineCore:
     def _launch_ahead(self, current: Pass) -> Pass | None:
         """The plain step after `current`, if that is what schedule() would come to: the same samples, no drafts, and
         none known to end but by its tokens. What a sample that ends meanwhile then computes is thrown away: it wrote
-        behind its own keys, on a page that nobody else can have been given before that pass. Not while hidden states
-        are taken, which it would overwrite."""
+        behind its own keys, on a page that nobody else can have been given before that pass. Not while somebody
+        records hidden states, which it overwrites; a drafter's own are stored on the device."""
         samples = current.samples
         if self._drafts(current):
             return self._launch_drafted(current)
-        if self.runner.capture or not self._steady or not all(self._rides(current)):
+        if not self._steady or not all(self._rides(current)):
+            return None
+        if self.runner.capture and (self._consumers.recorded or not self.runner.stores_hidden):
             return None
         if all(s.end <= length + 1 for s, length in zip(samples, current.lengths)):
             return None
@@ -228,8 +230,11 @@ class EngineCore:
             (sample, self._commit(decode, sample, shape, emitted, drafted_behind))
             for decode, sample, shape, emitted, rode in rows if rode
         ]
+        going_on = [sample for sample, stop in stops if stop is None]
         if drafted_behind:
-            self._follow_drafts([sample for sample, stop in stops if stop is None])
+            self._follow_drafts(going_on)
+        elif self._ahead is not None and self.runner.capture:
+            self._follow_stored(going_on)
         elif result.hidden:
             self._hand_out_hidden(current, result.passed, rides, firsts, [shape.nodes for shape in shapes])
         for sample, stop in stops:
@@ -249,6 +254,13 @@ class EngineCore:
         self._ahead = replace(self._ahead, lengths=_lengths(self._ahead.samples))
         for sample in going_on:
             self.drafter.extended(sample.seq.seq_id, sample.seq.kv_len)
+
+    def _follow_stored(self, going_on: Seq[Sample]) -> None:
+        """As for drafts, of a plain pass."""
+        assert isinstance(self.drafter, EagleDrafter)
+        for sample in going_on:
+            if sample.seq.speculate:
+                self.drafter.stored(sample.seq.seq_id, sample.seq.kv_len)
 
     def _hand_out_hidden(
         self, current: Pass, passed: PassHidden, rides: list[bool], firsts: list[int], nodes: list[int]

@@ -161,6 +161,10 @@ class DeviceRunner(ModelRunner):
         self._latest: DeviceFlight | None = None  # whose inputs are still what the device holds
         self._drafting: DeviceDrafting | None = None
 
+    @property
+    def stores_hidden(self) -> bool:
+        return self._drafting is not None
+
     def draft_on_device(self, drafter: EagleDrafter) -> None:
         if self._graphs is not None and not drafter.needs_host:
             pad_slot = self._dummy_page * self.page_size
@@ -286,20 +290,28 @@ class DeviceRunner(ModelRunner):
         with torch.cuda.device(self.device):
             self._follow_stream()
             layout, draw, rows = flight.layout, flight.draw, len(sequences)
+            if draw.lanes is not None:  # what they know in the extension stays behind: nobody can take from this flight
+                draw = replace(draw, lanes=None)
             assert self._graphs is not None and flight.key is not None
             graph = self._graphs.get(flight.key, rows, capture=False)
             if graph is None:  # released in between
                 return None
+            drafting = self._drafting if self.capture else None
+            if drafting is not None and not drafting.seat_to_store(draw.samples, self.eos_ids):
+                return None
             self._refresh_pages(layout, draw, sequences)
             d = layout.frame.device
             cuda.advance(flight.walk, d["prefix_lens"][:rows], d["token_ids"][:rows])
+            if drafting is not None:
+                drafting.store(d["prefix_lens"][:rows], self._hidden)
             cuda.step_inputs(
                 d["node_indptr"], d["depths"], d["prefix_lens"], d["page_table"], page=self.page_size,
                 pad_slot=self._dummy_page * self.page_size, positions=d["positions"], draws=d["draws"],
                 slots=d["slots"],
             )
             graph.replay()
-            return self._draw(layout, flight.key, draw, StepOutputs(self._logits[:rows]), [], True)
+            out = StepOutputs(self._logits[:rows], {i: self._hidden[i][:rows] for i in self.capture})
+            return self._draw(layout, flight.key, draw, out, [], True)
 
     @torch.inference_mode()
     def launch_drafted(self, flight: Flight, samples: Seq[Sample]) -> Flight | None:

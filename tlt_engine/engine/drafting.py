@@ -53,7 +53,7 @@ class DeviceDrafting:
         requests = range(1, max(key.batch for key in buckets.keys) + 1)
         batch = max((key.batch for n in requests if (key := self.key(n)) is not None), default=1)
         self._static = drafter.static(batch)
-        self._upload = Upload(seat_sections(batch), device)
+        self._upload = Upload(seat_sections(requests[-1]), device)  # plain steps store for more than are drafted for
         seats = self._upload.frame.device
         self._seats = Seats(**seats)
         self._seated: object = None  # what `seat` has last sent; None: nobody
@@ -92,13 +92,21 @@ class DeviceDrafting:
     def seat(self, samples: Seq[Sample], eos_ids: frozenset[int]) -> str | None:
         """Before a step for these samples; None, or why they cannot be drafted for here. Each stands at its root, and
         all entries before that are in its lane."""
-        drafter = self.drafter
-        lanes: list[Lane] = []
-        for s in samples:
-            lane = drafter.whole_lane(s.seq.seq_id, s.seq.kv_len)
-            if lane is None:
-                return "catch-up"
-            lanes.append(lane)
+        lanes = [self.drafter.whole_lane(s.seq.seq_id, s.seq.kv_len) for s in samples]
+        return "catch-up" if None in lanes else self._seat_in(samples, lanes, eos_ids)
+
+    def seat_to_store(self, samples: Seq[Sample], eos_ids: frozenset[int]) -> bool:
+        """Before `store`. Samples that are never drafted for have nobody's lane."""
+        lanes = [self.drafter.known_lane(s.seq.seq_id, s.seq.kv_len) for s in samples]
+        if any(lane is None and s.seq.speculate for s, lane in zip(samples, lanes)):
+            return False
+        return self._seat_in(samples, lanes, eos_ids) is None
+
+    def _seat_in(
+        self, samples: Seq[Sample], owned: Seq[Lane | None], eos_ids: frozenset[int]
+    ) -> str | None:
+        drafter, nobody = self.drafter, Lane(self._static.lanes.nobody, 0, 0, 0)
+        lanes = [nobody if lane is None else lane for lane in owned]
         sharpness = [drafter.sharpness_of(s.request.params.temperature < GREEDY_BELOW) for s in samples]
         wanted = [
             (s.seq.seq_id, lane.index, lane.origin, s.end, s.seq.segment, sharp)
@@ -183,6 +191,11 @@ class DeviceDrafting:
         self._static.draft(self._seats.first(batch), self._committed[:batch], self._roots[:batch])
 
     # ---------------------------------------------------------------- a step
+
+    def store(self, committed: Tensor, hidden: dict[int, Tensor]) -> None:
+        """Between two plain steps: hidden states of the roots of all samples seated, in the order of `committed`."""
+        layers = [hidden[i] for i in self.drafter.hidden_layers]
+        self._static.store(self._seats.first(len(committed)), committed, layers)
 
     def step(
         self, graphs: tuple[Graph | None, Graph | None], key: GraphKey, layout: Layout, walk: Walk,

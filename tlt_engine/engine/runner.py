@@ -150,6 +150,12 @@ class ModelRunner:
     def draft_on_device(self, drafter: EagleDrafter) -> None:
         """Let the device draft with it between verifications, where it can. Once, before any step."""
 
+    @property
+    def stores_hidden(self) -> bool:
+        """Whether launch_ahead and launch_drafted take the drafter's hidden states of the pass in front, which they
+        overwrite, on the device."""
+        return False
+
     def launch_drafted(self, flight: Flight, samples: Seq[Sample]) -> Flight | None:
         """The verification after `flight`, which is draftable and may still be running, for the same samples, of trees
         that the device drafts from its tokens; each sample has pages for the most that this can write. None where the

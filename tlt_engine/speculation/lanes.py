@@ -152,6 +152,15 @@ class Lanes:
         lane = self._lanes.get(seq_id)
         return lane if lane is not None and lane.end == lane.kv_end == stop else None
 
+    def known(self, seq_id: int, stop: int) -> Lane | None:
+        """Its lane, if it has the hidden states of all positions before `stop` that a window reaches."""
+        lane = self._lanes.get(seq_id)
+        return lane if lane is not None and lane.end == stop else None
+
+    def stored(self, seq_id: int, stop: int) -> None:
+        """The device has written hidden states of the positions before `stop`."""
+        self._lanes[seq_id].end = stop
+
     def extended(self, seq_id: int, stop: int) -> None:
         """The device has written hidden states, K and V of the entries before `stop`."""
         lane = self._lanes[seq_id]

@@ -204,6 +204,13 @@ class EagleDrafter:
         """Lanes.whole: None where the host must catch up first."""
         return self._lanes.whole(seq_id, stop)
 
+    def known_lane(self, seq_id: int, stop: int) -> Lane | None:
+        return self._lanes.known(seq_id, stop)
+
+    def stored(self, seq_id: int, stop: int) -> None:
+        """StaticDraft.store has been at the positions before `stop`, in place of `take`."""
+        self._lanes.stored(seq_id, stop)
+
     def sharpness_of(self, greedy: bool) -> float:
         return self._sharpness.value[greedy]
 

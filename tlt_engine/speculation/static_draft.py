@@ -120,6 +120,14 @@ class StaticDraft:
 
     # ---------------------------------------------------------------- the last pass's tokens
 
+    def store(self, seats: Seats, committed: Tensor, hidden: Sequence[Tensor]) -> None:
+        """After a plain step: the roots' hidden states, row b of each [R, Ht], to the rings. committed int32 [B]: keys,
+        the root's included."""
+        lanes, batch = self.lanes, len(committed)
+        places = seats.lane * lanes.window + (committed.long() - 1) % lanes.window
+        rows = torch.where(seats.lane < lanes.nobody, places, lanes.dummy_ring)
+        lanes.ring_flat.index_copy_(0, rows, torch.cat([states[:batch] for states in hidden], -1))
+
     def extend(self, seats: Seats, walked: Verified) -> None:
         """The accepted positions' hidden states go to the rings, their entries' K and V to the lanes; `logits` and
         `hidden` of each request's last entry. Padding, and what lies behind a walk's end, goes to places that nobody
