@@ -125,6 +125,21 @@ def test_graphs_that_come_and_go_and_drafters_that_change(model: EagleModel) -> 
     assert drafting(engine)["steps"] > 5 and drafting(engine)["refused"].get("catch-up")
 
 
+def test_switched_off_and_on_by_load(model: EagleModel) -> None:
+    """Plain steps ahead while off, the rings kept by the device; then one catch-up."""
+    params = [SamplingParams(temperature=1.0, max_tokens=n, seed=3, ignore_eos=True) for n in (80, 12, 60, 30, 70)]
+    prompts = [*PROMPTS, [11]]
+    judge = tiny_engine(model=MODEL)
+    expected = judge.generate(prompts, params)
+    spec = learned(profile=PROFILES["tree"], sharpness=1.5, enable_below=3)
+    engine = engine_with(model, PROFILES["tree"], speculation=spec, device="cuda")
+    outputs = engine.generate(prompts, params)
+    for plain, mine, one in zip(expected, outputs, params):
+        same_tokens([plain], [mine], one, judge)
+    assert engine.stats()["speculation_switches"] == 1 and drafting(engine)["steps"] > 10
+    assert engine.stats()["drafter"]["proposals"] < 12
+
+
 def test_the_host_never_waits_for_a_token_before_a_launch(model: EagleModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """No synchronisation between the read of a pass and the one behind it but the read itself."""
     engine = engine_with(model, PROFILES["tree"], device="cuda")
