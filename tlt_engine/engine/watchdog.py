@@ -27,13 +27,16 @@ class Watchdog:
         self._describe = weakref.WeakMethod(describe)
         self._began: float | None = None
         self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        weakref.finalize(self, self._over.set)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around one step."""
         if self._thread is None or not self._thread.is_alive():  # none yet, or this process was forked off
             self._thread = threading.Thread(
-                target=_watch, args=(weakref.ref(self), self.seconds / 4), name="tlt-engine-watchdog", daemon=True
+                target=_watch, args=(weakref.ref(self), self._over, self.seconds / 4), name="tlt-engine-watchdog",
+                daemon=True,
             )
             self._thread.start()
         self._began = time.monotonic()
@@ -55,10 +58,9 @@ class Watchdog:
         return began
 
 
-def _watch(dog: weakref.ref[Watchdog], interval: float) -> None:
+def _watch(dog: weakref.ref[Watchdog], over: threading.Event, interval: float) -> None:
     reported: float | None = None
-    while True:
-        time.sleep(interval)
+    while not over.wait(interval):
         watched = dog()
         if watched is None:
             return
