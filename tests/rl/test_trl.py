@@ -136,8 +136,13 @@ def test_samples_of_a_step_differ_and_a_rerun_is_equal(tmp_path):
         rollouts = rollouts_of(model)
         trainer = make_trainer(tmp_path, model, rollout_func=rollouts, steps=2)
         ids = []
-        call = rollouts.__call__
-        trainer.rollout_func = lambda prompts, t: ids.append(call(prompts, t)["completion_ids"]) or call(prompts, t)
+
+        def recorded(prompts, trainer):
+            output = rollouts(prompts, trainer)
+            ids.append(output["completion_ids"])
+            return output
+
+        trainer.rollout_func = recorded
         trainer.train()
         return ids
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tlt_engine.config import EngineConfig, refuse
 from tlt_engine.engine.core import EngineCore
+from tlt_engine.engine.fair import FairLock
 from tlt_engine.engine.sample import CallInsideStep, Request
 from tlt_engine.engine.sleep import Storages
 from tlt_engine.engine.stops import Stop
@@ -38,8 +39,9 @@ class Resident:
     _prefix: PrefixCache | None
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._may_run = threading.Condition(self._lock)  # notified: a reason of _halted() or a request has gone
+        self._lock = FairLock()
+        # Notified when a reason of _halted(), or a request, has gone.
+        self._may_run = threading.Condition(self._lock)  # type: ignore[arg-type]
         self._stepping = False
         self._paused = False
         self._draining = 0  # calls of pause_generation("wait") under way
