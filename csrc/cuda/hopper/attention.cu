@@ -19,7 +19,7 @@ constexpr float kSlack = 8.0f;
 // 4 * j + 2 * h + e. Grid (items padded to whole clusters, Hkv).
 template <typename T, int MT, int STAGES, int RESIDENT>
 __global__ void __launch_bounds__(128 * MT + 128, RESIDENT)
-    attend_wgmma(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+    attend_wgmma(const __grid_constant__ BoxMap k_map, const __grid_constant__ BoxMap v_map,
                  const AttentionArgs a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kWarps = 4 * MT;
@@ -27,9 +27,9 @@ __global__ void __launch_bounds__(128 * MT + 128, RESIDENT)
   constexpr bool kGive = kEach < 240;
   extern __shared__ unsigned char unaligned[];
   __shared__ uint64_t barriers[4 * STAGES];
-  const uint32_t keys = (shared_address(unaligned) + 1023) & ~1023u, values = keys + STAGES * kBlockBytes;
+  const uint32_t keys = (shared_at(unaligned) + 1023) & ~1023u, values = keys + STAGES * kBlockBytes;
   uint32_t first_barrier;  // computed once: the compiler would do it again at each use
-  asm volatile("mov.u32 %0, %1;" : "=r"(first_barrier) : "r"(shared_address(barriers)));
+  asm volatile("mov.u32 %0, %1;" : "=r"(first_barrier) : "r"(shared_at(barriers)));
   const auto key_filled = [&](int stage) { return first_barrier + 8 * stage; };
   const auto value_filled = [&](int stage) { return key_filled(STAGES + stage); };
   const auto key_freed = [&](int stage) { return key_filled(2 * STAGES + stage); };
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(128 * MT + 128, RESIDENT)
   let_next_kernel_start();
   if (threadIdx.x == 0) {
     fetch_map(k_map), fetch_map(v_map);
-    for (int i = 0; i < 2 * STAGES; ++i) start_barrier(key_filled(i), kCells), start_barrier(key_freed(i), kWarps);
+    for (int i = 0; i < 2 * STAGES; ++i) init_barrier(key_filled(i), kCells), init_barrier(key_freed(i), kWarps);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(128 * MT + 128, RESIDENT)
       const int cell = cell_of(i);
       return cell * kCellKeys < limit ? table[cell / cells_per_page] : a.pages;
     };
-    const uint64_t policy = team.stride == 1 ? read_once() : read_again();
+    const uint64_t policy = team.stride == 1 ? read_once_policy() : read_again_policy();
     int pages = 0, places = 0, next_pages = page_of(0);
     bool waited = !a.early;
     for (int i = 0; i < count; ++i) {
@@ -77,10 +77,10 @@ __global__ void __launch_bounds__(128 * MT + 128, RESIDENT)
       if (!waited && begin + (i + 1) * kKeys > item.prefix) wait_for_kernel_in_front(), waited = true;
       const int stage = i % STAGES;
       const int page = __shfl_sync(kAll, pages, i % 32), place = __shfl_sync(kAll, places, i % 32);
-      const auto copy = [&](uint32_t ring, const TensorMap& map, uint32_t filled, uint32_t freed) {
-        if (i >= STAGES) await(freed, (i / STAGES - 1) & 1);
+      const auto copy = [&](uint32_t ring, const BoxMap& map, uint32_t filled, uint32_t freed) {
+        if (i >= STAGES) wait_parity(freed, (i / STAGES - 1) & 1);
         if (lane == 0) {
-          expect(filled, kCellBytes);
+          expect_bytes(filled, kCellBytes);
           copy_box(ring + stage * kBlockBytes + own * kCellBytes, map, 2 * head, place, page, filled, policy);
         }
         __syncwarp();
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(128 * MT + 128, RESIDENT)
 
     const auto start_scores = [&](int i) {
       const int stage = i % STAGES;
-      await(key_filled(stage), i / STAGES & 1);
+      wait_parity(key_filled(stage), i / STAGES & 1);
       pin(scores);
       wgmma_fence();
 #pragma unroll
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(128 * MT + 128, RESIDENT)
     const auto finish_scores = [&](int i) {
       const int first_key = begin + i * kKeys;
       pin(scores);
-      if (lane == 0) arrive(key_freed(i % STAGES));
+      if (lane == 0) arrive_at(key_freed(i % STAGES));
       if (first_key + kKeys > min(item.prefix, limit)) {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
@@ -162,10 +162,10 @@ __global__ void __launch_bounds__(128 * MT + 128, RESIDENT)
       }
       pin(scores), pin(totals);
       // Here, as a branch that keeps the compiler from putting all of the above behind the wait for the products.
-      await(value_filled(i % STAGES), i / STAGES & 1);
+      wait_parity(value_filled(i % STAGES), i / STAGES & 1);
       wgmma_wait<0>();
       pin(acc);
-      if (i > 0 && lane == 0) arrive(value_freed((i - 1) % STAGES));
+      if (i > 0 && lane == 0) arrive_at(value_freed((i - 1) % STAGES));
       if (__any_sync(kAll, raised)) {
 #pragma unroll
         for (int j = 0; j < 32; ++j) acc[2 * j] *= factors[j % 2], acc[2 * j + 1] *= factors[j % 2];
@@ -228,35 +228,16 @@ __global__ void __launch_bounds__(128 * MT + 128, RESIDENT)
 #endif
 }
 
-// cuTensorMapEncodeTiled as CUDA 12.0 declares it, enumerations as ints.
-using Encode = int (*)(TensorMap* map, int type, uint32_t rank, void* data, const uint64_t* sizes,
-                       const uint64_t* strides, const uint32_t* box, const uint32_t* element_steps, int interleave,
-                       int swizzle, int promotion, int fill);
-
-Encode encoder() {
-  static const Encode found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result),
-          "attend");
-    if (result != cudaDriverEntryPointSuccess || function == nullptr) {
-      throw std::runtime_error("attend: expected a driver with cuTensorMapEncodeTiled, got none; update it to CUDA 12");
-    }
-    return reinterpret_cast<Encode>(function);
-  }();
-  return found;
-}
-
 // A cache in boxes of 16 keys of a head: 64 of D, 8 keys, halves of D (of heads side by side), groups of 8 keys, pages.
-TensorMap map_of(const void* cache, const AttentionArgs& a) {
-  TensorMap map;
+BoxMap map_of(const void* cache, const AttentionArgs& a) {
+  BoxMap map;
   const auto bytes = [](int64_t elements) { return static_cast<uint64_t>(elements) * 2; };
   const auto size = [](int x) { return static_cast<uint64_t>(x); };
   const uint64_t sizes[5] = {kDim / 2, 8, size(2 * a.kv_heads), size(a.page / 8), size(a.pages)};
   const uint64_t strides[4] = {bytes(a.slot_stride), bytes(kDim / 2), bytes(8 * a.slot_stride), bytes(a.page_stride)};
   const uint32_t box[5] = {kDim / 2, 8, 2, kCellKeys / 8, 1}, element_steps[5] = {1, 1, 1, 1, 1};
   constexpr int kHalf = 6, kBfloat16 = 9, kSwizzle128 = 3;  // CUtensorMapDataType, CUtensorMapSwizzle
-  const int result = encoder()(&map, a.dtype == Dtype::kFloat16 ? kHalf : kBfloat16, 5, const_cast<void*>(cache), sizes,
+  const int result = encode_tiled()(&map, a.dtype == Dtype::kFloat16 ? kHalf : kBfloat16, 5, const_cast<void*>(cache), sizes,
                                strides, box, element_steps, 0, kSwizzle128, 0, 0);
   if (result != 0) {
     throw std::runtime_error("k_cache, v_cache: expected strides of a multiple of 16 bytes, got CUresult " +
@@ -298,7 +279,7 @@ int launch(const AttentionArgs* a, int cluster, cudaStream_t stream) {
     check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config), "attend: clusters");
     return clusters;
   }
-  TensorMap k_map = map_of(a->k_cache, *a), v_map = map_of(a->v_cache, *a);
+  BoxMap k_map = map_of(a->k_cache, *a), v_map = map_of(a->v_cache, *a);
   void* arguments[] = {&k_map, &v_map, const_cast<AttentionArgs*>(a)};
   check(cudaLaunchKernelExC(&launch.config, kernel, arguments), "attend");
   return 0;

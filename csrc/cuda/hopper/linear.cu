@@ -11,8 +11,9 @@
 
 #include <algorithm>
 
+#include "cuda/hopper/tma.cuh"
+#include "cuda/hopper/warpgroup.cuh"
 #include "cuda/linear_schedule.h"
-#include "cuda/tma.cuh"
 
 namespace tlt::cuda {
 namespace {
@@ -49,20 +50,6 @@ __device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;
 __device__ __forceinline__ void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
-// Keeps the compiler from moving reads or writes of d across, since it sees no use of d in the asynchronous product.
-template <int kCount>
-__device__ __forceinline__ void pin(float (&d)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
 
 // Rows of 128 bytes, k contiguous, 8 rows a group of 1024 bytes whose 16-byte chunks are permuted by row % 8.
 __device__ __forceinline__ uint64_t descriptor(uint32_t at) {

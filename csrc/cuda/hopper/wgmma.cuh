@@ -1,55 +1,20 @@
-// Hopper's warpgroup products (wgmma) with one factor in registers, boxes of the copy engine (TMA), barriers of both.
+// Attention's warpgroup products (wgmma) with one factor in registers, its boxes, and what a cluster's blocks share.
 #pragma once
 #include <type_traits>
 
-#include "cuda/common.cuh"
+#include "cuda/hopper/tma.cuh"
+#include "cuda/hopper/warpgroup.cuh"
 
 namespace tlt::cuda {
 namespace {
 
-// A box copy's description, filled in by the driver; the driver's header stays out, as nothing here links the driver.
-struct alignas(128) TensorMap {
-  uint64_t opaque[16];
-};
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void start_barrier(uint32_t barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void await(uint32_t barrier, uint32_t parity) {
-  uint32_t done = 0;
-  while (!done) {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  }
-}
-
-__device__ __forceinline__ uint64_t read_once() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ uint64_t read_again() {
+__device__ __forceinline__ uint64_t read_again_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-__device__ __forceinline__ void copy_box(uint32_t to, const TensorMap& map, int z, int w, int v, uint32_t barrier,
+__device__ __forceinline__ void copy_box(uint32_t to, const BoxMap& map, int z, int w, int v, uint32_t barrier,
                                          uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -58,7 +23,7 @@ __device__ __forceinline__ void copy_box(uint32_t to, const TensorMap& map, int 
       : "memory");
 }
 
-__device__ __forceinline__ void fetch_map(const TensorMap& map) {
+__device__ __forceinline__ void fetch_map(const BoxMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
@@ -70,20 +35,6 @@ __device__ __forceinline__ void show_to_async_proxy() { asm volatile("fence.prox
 __device__ __forceinline__ uint64_t descriptor(uint32_t at) {
   constexpr uint64_t halves = 1024 >> 4, groups = 2048 >> 4, swizzle_128 = 1;
   return ((at & 0x3ffff) >> 4) | halves << 16 | groups << 32 | swizzle_128 << 62;
-}
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kLeft>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
-}
-
-// Keeps the compiler from moving reads or writes of d across, since it sees no use of d in the asynchronous product.
-template <int N>
-__device__ __forceinline__ void pin(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 #define TLT_D8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])

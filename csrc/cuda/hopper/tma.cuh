@@ -2,7 +2,7 @@
 #pragma once
 #include <type_traits>
 
-#include "common.cuh"
+#include "cuda/common.cuh"
 
 namespace tlt::cuda {
 namespace {
