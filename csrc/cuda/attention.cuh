@@ -5,37 +5,12 @@
 // Hopper has hopper/attention.cu.
 #pragma once
 #include "attention_common.cuh"
+#include "matrix.cuh"
 
 namespace tlt::cuda {
 namespace {
 
 constexpr int kCell = 16, kCellBytes = 2 * kCell * kDim * 2;
-
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-
-__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-
-template <typename T>
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
-template <>
-__device__ __forceinline__ void multiply<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                        uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void multiply<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // What a thread holds of its warp's 16 * MT rows, in the layout of mma's accumulators: half h of fragment m is row
 // 16 * m + 8 * h + lane / 4. totals are of the thread's own columns until the loop has ended.
@@ -97,9 +72,9 @@ __device__ __forceinline__ void fold_cell(State<MT>& s, const uint32_t (&q)[MT][
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     uint32_t k[4];
-    load_matrices(k, cell + k_row * (kDim * 2) + (((2 * step + ((lane >> 3) & 1)) ^ (k_row & 7)) * 16));
+    load_matrix(k, cell + k_row * (kDim * 2) + (((2 * step + ((lane >> 3) & 1)) ^ (k_row & 7)) * 16));
 #pragma unroll
-    for (int m = 0; m < MT; ++m) multiply<T>(scores[m][0], q[m][step], k[0], k[1]), multiply<T>(scores[m][1], q[m][step], k[2], k[3]);
+    for (int m = 0; m < MT; ++m) mma<T>(scores[m][0], q[m][step], k[0], k[1]), mma<T>(scores[m][1], q[m][step], k[2], k[3]);
   }
 #pragma unroll
   for (int m = 0; m < MT; ++m)
@@ -146,10 +121,10 @@ __device__ __forceinline__ void fold_cell(State<MT>& s, const uint32_t (&q)[MT][
 #pragma unroll
   for (int j = 0; j < kChunks / 2; ++j) {
     uint32_t v[4];
-    load_transposed(v, values + v_row * (kDim * 2) + (((2 * j + (lane >> 4)) ^ (v_row & 7)) * 16));
+    load_matrix_transposed(v, values + v_row * (kDim * 2) + (((2 * j + (lane >> 4)) ^ (v_row & 7)) * 16));
 #pragma unroll
     for (int m = 0; m < MT; ++m)
-      multiply<T>(s.acc[m][2 * j], weights[m], v[0], v[1]), multiply<T>(s.acc[m][2 * j + 1], weights[m], v[2], v[3]);
+      mma<T>(s.acc[m][2 * j], weights[m], v[0], v[1]), mma<T>(s.acc[m][2 * j + 1], weights[m], v[2], v[3]);
   }
 }
 

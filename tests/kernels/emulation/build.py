@@ -60,7 +60,7 @@ def attention_text() -> str:
     names, text = [f"invariant_{part}.cuh" for part in ("stream", "attend", "chunk", "attention")], ""
     for name in names:
         lines = (CSRC / name).read_text().splitlines(keepends=True)
-        ours = [f'#include "{other}"\n' for other in (*names, "attention_common.cuh")]
+        ours = [f'#include "{other}"\n' for other in (*names, "attention_common.cuh", "matrix.cuh")]
         text += "".join(line for line in lines if line not in (*ours, "#pragma once\n"))
     return '#pragma once\n#include "emulated.h"\n' + text
 
@@ -71,7 +71,6 @@ def sources(changes: dict[str, str] | None = None) -> dict[str, str]:
     for old, new in (changes or {}).items():
         assert old in attention, f"{old!r} is not in csrc/cuda/invariant_*.cuh any more"
         attention = attention.replace(old, new)
-    attention = without(attention, "__device__ __forceinline__ void load_matrix(", "// What a thread holds")
     attention = re.sub(
         r"extern __shared__ __align__\(128\) unsigned char (\w+)\[\];",
         r"unsigned char* const \1 = emulated::shared;", attention,
