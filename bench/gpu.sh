@@ -3,7 +3,7 @@
 # Needs torch, triton, transformers, pytest-xdist, pytest-benchmark, cmake, ninja, pybind11 and nvcc there; installs
 # nothing. Tests run in parallel, benchmarks alone; what no time is left for is named. Logs and gpu.json go to OUT.
 # PARTS="tests bandwidth ops decode prefill smollm2 invariance sampler linear attention" names some of them;
-# SMOLLM2=FILE and TLT_CACHE as bench/smollm2_gpu.py wants them.
+# TEST_SECONDS limits the tests; SMOLLM2=FILE and TLT_CACHE as bench/smollm2_gpu.py wants them.
 set -u
 out=${1:?folder for logs and records}; total=${2:-420}
 . bench/gpu_common.sh
@@ -17,7 +17,7 @@ bench() { # NAME SECONDS LINES MODULE ARGUMENTS...: as `part`, within what is le
   part "$name" $((limit < left ? limit : left)) "$lines" python3 -m "$@" --out "$out"
 }
 start_build "$out/build.log"
-tests="env OMP_NUM_THREADS=1 python3 -m pytest --tb=line -p no:warnings --maxfail=15"
+tests="env OMP_NUM_THREADS=1 python3 -m pytest --tb=short -p no:warnings --maxfail=40 --durations=8"
 alone="released or out_of_memory or share_no_pool or random_switches"
 if wanted tests; then
   part triton_tests 90 3 $tests tests/gpu/test_elementwise.py -n 12 # needs no build
@@ -25,7 +25,7 @@ fi
 wait_for_build
 if wanted tests; then
   # --dist worksteal: one slow file must not hold up a worker while others idle
-  part gpu_tests 170 14 $tests tests/gpu --ignore=tests/gpu/test_elementwise.py -n 12 --dist worksteal -k "not ($alone)"
+  part gpu_tests "${TEST_SECONDS:-170}" 40 $tests tests/gpu --ignore=tests/gpu/test_elementwise.py -n 12 --dist worksteal -k "not ($alone)"
   part gpu_tests_alone 60 6 $tests tests/gpu/test_engine.py -k "$alone"
 fi
 bench bandwidth 20 2 bench.kernels --only bandwidth
