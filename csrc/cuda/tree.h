@@ -19,6 +19,7 @@ struct PackedOut {
 void pack_trees(const int32_t* parents, const int32_t* node_indptr, int32_t batch, int32_t* depths, int64_t* ancestors,
                 uint64_t stream);
 
+// Bytes; all zero before the first call, one call at a time.
 int64_t tree_workspace(int32_t batch);
 
 // The best budgets[b] candidates of each tree, as kernels/tlt_kernels/tree.py says. widest: the most candidates of one

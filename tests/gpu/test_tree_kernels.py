@@ -20,7 +20,11 @@ pytestmark = [
 INT = torch.int32
 
 
-def candidates(batch: int, most: int, vocab: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def candidates(
+    batch: int, most: int, vocab: int, seed: int, falling: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """falling: no candidate better than its parent, as with sums of log-probabilities; such trees are selected by
+    another way than the rest."""
     rng = random.Random(seed)
     tokens: list[int] = []
     parents: list[int] = []
@@ -32,6 +36,8 @@ def candidates(batch: int, most: int, vocab: int, seed: int) -> tuple[Tensor, Te
         parents += [-1] + [rng.randint(max(0, i - reach), i - 1) for i in range(1, count)]
         tokens += [rng.randint(0, vocab) for _ in range(count)]
         scores += [round(rng.uniform(-5, 0), rng.choice([0, 6])) for _ in range(count)]  # whole numbers tie
+        for i in range(bounds[-1] + 1, bounds[-1] + count if falling else 0):
+            scores[i] = min(scores[i], scores[bounds[-1] + parents[i]])
         bounds.append(bounds[-1] + count)
     return torch.tensor(tokens), torch.tensor(parents, dtype=INT), torch.tensor(scores), torch.tensor(bounds, dtype=INT)
 
@@ -41,10 +47,11 @@ def same_trees(a: PackedTrees, b: PackedTrees) -> bool:
     return all(torch.equal(getattr(a, n).cpu(), getattr(b, n).cpu()) for n in names)
 
 
-@pytest.mark.parametrize("most,vocab", [(5, 2), (60, 3), (400, 50), (300, 1), (3000, 200)])
-def test_trees_and_walks(most: int, vocab: int) -> None:
+@pytest.mark.parametrize("falling", [False, True])
+@pytest.mark.parametrize("most,vocab", [(5, 2), (60, 3), (400, 50), (300, 1), (3000, 200), (8000, 200)])
+def test_trees_and_walks(most: int, vocab: int, falling: bool) -> None:
     for seed in range(6):
-        tokens, parents, scores, bounds = candidates(9, most, vocab, seed)
+        tokens, parents, scores, bounds = candidates(9, most, vocab, seed, falling)
         budgets = torch.randint(1, 129, (9,), dtype=INT, generator=torch.Generator().manual_seed(seed))
         want = tree_from_candidates(tokens, parents, scores, bounds, budgets, backend="cpp")
         moved = [t.cuda() for t in (tokens, parents, scores, bounds, budgets)]

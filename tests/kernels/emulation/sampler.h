@@ -96,6 +96,20 @@ inline int __syncthreads_or(int x) {
   return any;
 }
 
+inline int __syncthreads_count(int x) {
+  static int count;
+  __syncthreads();
+  count = 0;
+  __syncthreads();
+  count += x != 0;
+  __syncthreads();
+  return count;
+}
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+inline uint32_t __umulhi(uint32_t x, uint32_t y) { return static_cast<uint64_t>(x) * y >> 32; }
+
+template <typename V>
+V atomicCAS(V* at, V old, V x) { return *at == old ? std::exchange(*at, x) : *at; }
 template <typename V, typename W>
 V atomicAdd(V* at, W x) { return *at += x, *at - static_cast<V>(x); }
 template <typename V, typename W>

@@ -76,9 +76,9 @@ extern "C" int64_t workspace(int rows, int vocab) { return tlt::cuda::sample_wor
 def rewritten(text: str) -> str:
     text = re.sub(r".*Dtype::kFloat16: .*\n", "", text)  # two types tell as much as three, in two thirds of the time
     text = re.sub(r"#include <cuda_\w+\.h>\n", "", text)
-    text = re.sub(r"extern __shared__ float (\w+)\[\];", r"float* const \1 = (float*)emulated::shared;", text)
+    text = re.sub(r"extern __shared__ (\w+) (\w+)\[\];", r"\1* const \2 = (\1*)emulated::shared;", text)
     return re.sub(
-        r"(?m)^( *)([\w<>, ]+?)<<<(.+?), (\w+), (\w+), [^>]*>>>\((.*)\);$",
+        r"(?m)^( *)([\w<>, ]+?)<<<(.+?), (\w+), (\w+), [^>]*>>>\(([^;]*)\);$",
         r"\1emulated::launch_plane(\3, \4, \5, [=] { \2(\6); });", text,
     )
 
