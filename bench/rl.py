@@ -2,7 +2,7 @@
 
     python -m bench.rl ratio                                   # CPU: a tiny policy, fp32
     python -m bench.rl update sleep --out DIR                  # one GPU: the geometry of Qwen2.5-7B, bf16
-    python -m bench.rl logprob --model MODEL --out DIR [--device cuda --dtype bfloat16 --tokens 100000]
+    python -m bench.rl logprob --asked FILE --model MODEL --out DIR [--device cuda --dtype bfloat16 --tokens 100000]
 
 ratio: largest |importance ratio - 1| that TRL logs over three steps. update: copying a whole state dict into the
 engine, over a plain copy of as many bytes. sleep: what the driver says is in use after sleep(1) beyond an empty
@@ -14,24 +14,28 @@ and the p95 after each of many small weight updates, as the slope of a line thro
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.grpo import source_of
 from bench.results import record
 from tlt_engine import EngineConfig, Profile, RolloutEngine, SamplingParams, SpeculationConfig
+from tlt_engine.cli.tasks import chat
 from tlt_engine.models import load_model
 from tlt_engine.models.loader import LoadedModel
 
 COMMAND = "python -m bench.rl"
 GEOMETRY = {"geometry": "Qwen2.5-7B", "dtype": "bf16"}
 OFF = SpeculationConfig(method="off")
+SPARE = 1 << 30  # bytes beside the weights: segments are larger than what lies in them
 
 
 # By the first word of the metric.
@@ -100,19 +104,44 @@ def update(out: Path | None) -> None:
     keep(out, "update.ms", statistics.median(updates), "ms", GEOMETRY, runs=len(updates))
 
 
-def used_gb() -> float:
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 1e9
+def carved(buffer: torch.Tensor, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of the tensors, one behind the other in the buffer."""
+    start = 0
+    for name, tensor in tensors:
+        part = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        yield name, part.copy_(tensor)
+        start += tensor.nbytes
 
 
-def sleep(out: Path | None, cycles: int = 50) -> None:
+def sleep(out: Path | None, cycles: int) -> None:
+    """Asleep, a second process takes all that is free but room for the weights and SPARE, and gives it back before the
+    KV wakes."""
+    from bench.neighbour import Neighbour
+
+    with Neighbour() as other:
+        empty = other.used()  # before this process has a context
+        residual, wakes, plain, filled = _cycles(other, cycles, empty)
+    keep(out, "sleep.residual_gb", statistics.median(residual), "GB", GEOMETRY | {"level": 1, "cycles": cycles},
+         spread=[min(residual), max(residual)], runs=cycles)
+    keep(out, "sleep.growth_gb", residual[-1] - residual[min(1, cycles - 1)], "GB", GEOMETRY | {"cycles": cycles})
+    keep(out, "sleep.neighbour_gb", min(filled), "GB", GEOMETRY | {"cycles": cycles}, runs=cycles)
+    keep(out, "wake.vs_copy", statistics.median(wakes) / plain, "", GEOMETRY | {"level": 1}, runs=cycles,
+         spread=[min(wakes) / plain, max(wakes) / plain])
+
+
+def _cycles(other: Any, cycles: int, empty: int) -> tuple[list[float], list[float], float, list[float]]:
+    """GB left asleep (this process' context among them), ms of each waking, ms of a plain copy from pinned memory, GB
+    that the other process took."""
     from bench.decode import build, qwen_7b
 
-    torch.cuda.init()
-    empty = used_gb()  # other processes' memory
+    begin = time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"{time.perf_counter() - begin:6.1f} s {what}", flush=True)
+
     loaded = qwen_7b()
     engine = build(loaded, 8)
-    weights = sum(t.nbytes for t in dict(loaded.model.named_weights()).values())
+    weights = sum(t.nbytes for _, t in loaded.model.named_weights())
     prompts = [list(range(1, 129))] * 8
     params = [SamplingParams(max_tokens=32, seed=i, ignore_eos=True) for i in range(8)]
 
@@ -120,35 +149,42 @@ def sleep(out: Path | None, cycles: int = 50) -> None:
         return [o.outputs[0].token_ids for o in engine.generate(prompts, params)]
 
     expected = tokens()
-    new = {n: t.cpu().pin_memory() for n, t in loaded.model.named_weights()}
-    plain = statistics.median(timed_copy(weights, torch.empty(weights, dtype=torch.uint8, pin_memory=True)))
+    say("awake")
+    pinned = torch.empty(weights, dtype=torch.uint8, pin_memory=True)
+    plain = statistics.median(timed_copy(weights, pinned))
+    new = dict(carved(pinned, loaded.model.named_weights()))
     torch.cuda.empty_cache()
-    residual, wakes = [], []
-    for _ in range(cycles):
+    say(f"a plain copy from pinned memory takes {plain:.0f} ms")
+    residual, wakes, filled = [], [], []
+    for cycle in range(cycles):
+        clock = time.perf_counter()
         engine.sleep(1)
-        residual.append(used_gb() - empty)
+        asleep = (time.perf_counter() - clock) * 1e3
+        residual.append((other.used() - empty) / 1e9)
+        filled.append(other.fill(weights + SPARE) / 1e9)
         wakes += timed(lambda: engine.wake_up(["weights"]), runs=1, warm=0)
+        clock = time.perf_counter()
         engine.update_weights(new)  # as a trainer sends them, before there is room for the KV
+        other.release()
         engine.wake_up()
-    assert tokens() == expected, "other tokens after waking"
-    keep(out, "sleep.residual_gb", residual[-1], "GB", GEOMETRY | {"level": 1, "cycles": cycles},
-         spread=[min(residual), max(residual)], runs=cycles)
-    keep(out, "sleep.growth_gb", residual[-1] - residual[min(1, cycles - 1)], "GB", GEOMETRY | {"cycles": cycles})
-    keep(out, "wake.vs_copy", statistics.median(wakes) / plain, "", GEOMETRY | {"level": 1}, runs=cycles,
-         spread=[min(wakes) / plain, max(wakes) / plain])
+        if cycle % 10 == 0:
+            assert tokens() == expected, f"other tokens after waking {cycle + 1} times"
+        say(f"sleep {asleep:.0f} ms, {residual[-1]:.3f} GB left, neighbour took {filled[-1]:.1f} GB, "
+            f"weights awake {wakes[-1]:.0f} ms, the rest {(time.perf_counter() - clock) * 1e3:.0f} ms")
+    return residual, wakes, plain, filled
 
 
 # ---------------------------------------------------------------- log-probabilities
 
 
 def logprob(out: Path | None, args: argparse.Namespace) -> None:
-    from bench.drafter import questions
     from tests.drafters import ReplayDrafter
 
-    weights = load_model(args.model, device=args.device)
+    source = source_of(args.model)
+    weights = load_model(source, device=args.device)
     reference = RolloutEngine(weights, EngineConfig(device=args.device, speculation=OFF))
-    loaded = load_model(args.model, dtype=args.dtype, device=args.device)
-    asked, _, _ = questions(64, 0, 0)
+    loaded = load_model(source, dtype=args.dtype, device=args.device)
+    asked = [chat(question) for question, _ in json.loads(args.asked.read_text())["train"][:64]]
     count = max(min(256, args.tokens // len(asked)), 1)
     n = max(-(-args.tokens // (len(asked) * count)), 1)
     params = [SamplingParams(n=n, max_tokens=count, seed=i, ignore_eos=True, detokenize=False)
@@ -192,12 +228,12 @@ def trend(
 ) -> float:
     """Slope of the p95 over updates that move every weight by a thousandth of its spread."""
     engine = RolloutEngine(loaded, config)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(engine.model.device).manual_seed(0)
     state = {n: t.clone() for n, t in weights.model.named_weights()}
     found = []
     for step in range(updates):
         for name, value in state.items():
-            noise = torch.randn(value.shape, generator=generator).to(value.device)
+            noise = torch.randn(value.shape, generator=generator, device=value.device)
             state[name] = value + 1e-3 * value.std() * noise if value.dim() > 1 else value
         for one in (engine, reference):
             one.update_weights(state)
@@ -212,7 +248,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("parts", nargs="+", choices=("ratio", "update", "sleep", "logprob"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cycles", type=int, default=50)
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--model", default="demo", help="folder, GGUF file of SmolLM2, or 'demo'")
+    parser.add_argument("--asked", type=Path, help="what `bench.grpo questions` wrote")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=100_000)
