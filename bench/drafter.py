@@ -15,6 +15,7 @@ and test questions disjoint by their text. train writes the drafter to DIR/draft
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -72,6 +73,21 @@ def questions(train_each: int, test_each: int, seed: int) -> tuple[list[Any], li
     return mixed, test_part, {"train_questions": len(mixed), "test_questions": len(test_part)}
 
 
+def asked_of(args: argparse.Namespace) -> tuple[list[Any], list[Any], dict[str, int]]:
+    """The file's questions, or fresh ones."""
+    if args.questions is None:
+        return questions(args.train_each, args.test_each, args.seed)
+    held = json.loads(args.questions.read_text())
+    return held["train"], held["test"], held["counts"]
+
+
+def part_questions(args: argparse.Namespace, out: Path | None) -> None:
+    """For a machine without reasoning-gym."""
+    train_part, test_part, counts = questions(args.train_each, args.test_each, args.seed)
+    args.questions.write_text(json.dumps({"train": train_part, "test": test_part, "counts": counts}))
+    print(counts)
+
+
 def engine_for(loaded: LoadedModel, drafter: EagleModel, profile: str, batch: int) -> RolloutEngine:
     model = loaded.model
     spec = SpeculationConfig(method="learned", profile=profile_of(profile), min_chance=0.0)
@@ -93,7 +109,7 @@ def fresh(loaded: LoadedModel, seed: int, draft_vocab: int | None = None) -> Eag
 
 def part_train(args: argparse.Namespace, out: Path | None) -> None:
     loaded = load_model(args.model, dtype=args.dtype, device=args.device)
-    asked, test, counts = questions(args.train_each, args.test_each, args.seed)
+    asked, test, counts = asked_of(args)
     drafter = fresh(loaded, args.seed)
     engine = engine_for(loaded, drafter, "5_4_16", args.batch)
     settings = Settings(
@@ -143,7 +159,7 @@ def part_shift(args: argparse.Namespace, out: Path | None) -> None:
         from tlt_engine.models.gguf import demo_model
 
         source = str(demo_model())
-    asked, test, counts = questions(args.train_each, args.test_each, args.seed)
+    asked, test, counts = asked_of(args)
     profile = profile_of("5_4_16")
     shares = []
     for seed in range(args.seeds):
@@ -216,7 +232,7 @@ def part_learns(args: argparse.Namespace, out: Path | None) -> None:
     keep(out, "learns", "train.minutes", (time.perf_counter() - begin) / 60, "min", where)
 
 
-PARTS = {"learns": part_learns, "train": part_train, "shift": part_shift}
+PARTS = {"questions": part_questions, "learns": part_learns, "train": part_train, "shift": part_shift}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -224,6 +240,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--drafter", type=Path)
+    parser.add_argument("--questions", type=Path, help="JSON file of questions, as the part `questions` writes it")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--profiles", default="5_8_32")
     parser.add_argument("--train-each", type=int, default=400, help="training questions a task")
