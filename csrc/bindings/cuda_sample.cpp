@@ -61,24 +61,27 @@ void bind_cuda_sample(py::module_& m) {
       py::arg("addresses"), py::arg("dtype"), py::arg("row_stride"), py::arg("rows"), py::arg("vocab"),
       py::arg("limit"), py::arg("allowed_words"), py::arg("branch_width"), py::arg("histories"),
       py::arg("processors"), py::kw_only(), py::arg("stream"));
+  m.def("cuda_draft_workspace", &tlt::cuda::draft_workspace, py::arg("rows"), py::arg("columns"));
   m.def(
       "cuda_noisy_top_k",
       [](const Addresses& addresses, int dtype, int64_t row_stride, int rows, int columns, int vocab, int limit,
-         int64_t allowed_words, int branch_width, int histories, bool d2t_wide, int k, bool noise, uint64_t stream) {
-        Reader next(addresses, 31, "cuda_noisy_top_k");
+         int64_t allowed_words, int branch_width, int histories, bool d2t_wide, int k, bool noise, int processors,
+         uint64_t stream) {
+        Reader next(addresses, 33, "cuda_noisy_top_k");
         tlt::cuda::DraftArgs a{};
         a.rows = read_rows(next);
         next(a.rows.d2t), next(a.tokens), next(a.draft_ids), next(a.scores), next(a.logprobs);
+        next(a.rows.arrived), next(a.rows.workspace);
         a.rows.dtype = static_cast<tlt::cuda::Dtype>(dtype);
         a.rows.row_stride = row_stride, a.rows.rows = rows, a.rows.vocab = vocab, a.rows.limit = limit;
         a.rows.columns = columns, a.rows.d2t_wide = d2t_wide;
         a.rows.allowed_words = allowed_words, a.rows.branch_width = branch_width, a.rows.histories = histories;
-        a.k = k, a.noise = noise;
+        a.k = k, a.noise = noise, a.rows.processors = processors;
         py::gil_scoped_release release;
         tlt::cuda::noisy_top_k(a, stream);
       },
       py::arg("addresses"), py::arg("dtype"), py::arg("row_stride"), py::arg("rows"), py::arg("columns"),
       py::arg("vocab"), py::arg("limit"), py::arg("allowed_words"), py::arg("branch_width"), py::arg("histories"),
-      py::arg("d2t_wide"), py::arg("k"), py::arg("noise"), py::kw_only(), py::arg("stream"));
+      py::arg("d2t_wide"), py::arg("k"), py::arg("noise"), py::arg("processors"), py::kw_only(), py::arg("stream"));
 }
 #endif

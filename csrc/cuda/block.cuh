@@ -7,6 +7,7 @@ namespace tlt::cuda {
 constexpr int kBlock = 512;
 constexpr int kBlockWarps = kBlock / 32;
 constexpr int kBins = 2048;  // also the longest list that block_sort takes: 4 entries a thread
+constexpr int kCounted = 160;  // of which so many are sorted by counting
 
 __device__ __forceinline__ float block_sum(float x, float* scratch) {
   x = warp_sum(x);
@@ -66,8 +67,20 @@ __device__ __forceinline__ int block_first(const V* values, int n, V offset, V n
   return *found;
 }
 
-// Bitonic sort, largest first, of list[n] in shared memory; the list has room for n rounded up to a power of two.
+// Sorts list[n] in shared memory, largest first; entries differ, and the list has room for n rounded up to a power of
+// two. Short ones by counting, two barriers; long ones bitonically.
 __device__ __forceinline__ void block_sort(uint64_t* list, int n) {
+  if (n <= kCounted) {
+    const uint64_t mine = threadIdx.x < n ? list[threadIdx.x] : 0;
+    int larger = 0;
+    if (threadIdx.x < n) {
+      for (int i = 0; i < n; ++i) larger += list[i] > mine;
+    }
+    __syncthreads();
+    if (threadIdx.x < n) list[larger] = mine;
+    __syncthreads();
+    return;
+  }
   int padded = 32;
   while (padded < n) padded *= 2;
   for (int i = n + threadIdx.x; i < padded; i += kBlock) list[i] = 0;

@@ -1,11 +1,15 @@
-#include "draft.h"
-
-#include "row.cuh"
+#include "draft_rows.cuh"
 
 namespace tlt::cuda {
 
-template <typename T>
-void draft_typed(const DraftArgs& a, cudaStream_t stream);
+// Compiled in files of their own.
+extern template void draft_typed<float>(const DraftArgs&, cudaStream_t);
+extern template void draft_typed<__half>(const DraftArgs&, cudaStream_t);
+extern template void draft_typed<__nv_bfloat16>(const DraftArgs&, cudaStream_t);
+
+int64_t draft_workspace(int32_t rows, int32_t columns) {
+  return static_cast<int64_t>(rows) * (slots_of(columns) * sizeof(float) + draft_strips(columns) * sizeof(float2));
+}
 
 void noisy_top_k(const DraftArgs& a, uint64_t stream) {
   if (a.rows.rows == 0 || a.k == 0) return;

@@ -7,7 +7,9 @@
 namespace tlt::cuda {
 
 struct DraftArgs {
-  SampleArgs rows;  // logits [R, columns] of the draft vocabulary, everything else in target ids; draws nothing
+  // logits [R, columns] of the draft vocabulary, everything else in target ids; draws nothing. arrived [R], all zero
+  // between calls; workspace: draft_workspace bytes, any content.
+  SampleArgs rows;
   int32_t k;
   bool noise;  // false: the best k of log q
   // [R, k] each, best first, ties to the lower id. tokens: target ids, draft_ids: columns; -1 where nothing is left.
@@ -15,6 +17,7 @@ struct DraftArgs {
   float *scores, *logprobs;  // log q + g (log q without noise), log q; -inf beside -1
 };
 
+int64_t draft_workspace(int32_t rows, int32_t columns);
 void noisy_top_k(const DraftArgs& args, uint64_t stream);
 
 }  // namespace tlt::cuda

@@ -1,11 +1,30 @@
-// One block a row. The row is processed and cut as the filtered sampler does it; one pass more keeps each slot's largest
-// score, with logs good to 1e-4; the k-th largest of those bounds the k-th largest score, and only what reaches it is
-// scored exactly and sorted.
+// A pass over the row keeps the largest score of every 16 columns (a slot), with logs good to 1e-4; the k-th largest of
+// those bounds the k-th largest score, and only what reaches it is scored exactly and sorted.
+//
+// Rows without filters: several blocks make the pass, strip by strip, and the last of them does the rest; sums depend on
+// the strips alone, so results do not depend on how many blocks share a row. Filtered rows: one block, which processes
+// and cuts the row as the filtered sampler does it, then makes the pass over what is left.
 #pragma once
 #include "draft.h"
 #include "sample_filtered.cuh"
 
 namespace tlt::cuda {
+
+constexpr int kDraftSplits = 32;   // blocks a row at most
+constexpr int kDraftStrip = 256;  // columns a warp takes at once; four make one of the sampler's strips
+
+inline __host__ __device__ int draft_strips(int columns) { return strips_of(columns) * (kStrip / kDraftStrip); }
+
+// Workspace: slots [R, slots_of(columns)], strips [R, draft_strips(columns)] (maximum, sum).
+struct DraftWorkspace {
+  float* slots;
+  float2* strips;
+};
+
+inline DraftWorkspace draft_rows_workspace(void* workspace, int rows, int columns) {
+  float* slots = static_cast<float*>(workspace);
+  return {slots, reinterpret_cast<float2*>(slots + static_cast<int64_t>(rows) * slots_of(columns))};
+}
 
 template <typename T, bool kMods>
 struct DraftRow {
@@ -21,11 +40,20 @@ struct DraftRow {
     return noise ? f.row.word(target_of(a.rows, column)) : 0u;
   }
 
+  __device__ __forceinline__ float logit(int column) const {
+    return modified_at(a.rows, f.row.row, *f.touched, kMods, column, widen(f.logits[column]));
+  }
+
   // visit(x, column, word) for the columns of a group that are candidates.
   template <typename F>
   __device__ __forceinline__ void each(int group, F&& visit) const {
     float x[8];
     f.again(kept, group, x);
+    score(x, group, visit);
+  }
+
+  template <typename F>
+  __device__ __forceinline__ void score(const float (&x)[8], int group, F&& visit) const {
     Words4 words[2] = {};
     if (noise && !a.rows.d2t) words[0] = f.row.words(group * 2), words[1] = f.row.words(group * 2 + 1);
 #pragma unroll
@@ -42,8 +70,51 @@ struct DraftRow {
     return noise ? f.row.z_of(x) + gumbel(word) : f.row.z_of(x);
   }
 
-  // Each slot's best score, and the sum of what is kept.
-  __device__ __forceinline__ void score_all() {
+  // One strip, one warp: a group of 8 columns a lane, a slot for each two lanes.
+  __device__ __forceinline__ void score_strip(int s, const DraftWorkspace& out) const {
+    const int lane = static_cast<int>(threadIdx.x % 32), group = s * (kDraftStrip / 8) + lane;
+    float x[8];
+    unpack8(load8(f.logits, group, f.columns, f.aligned), x);
+    bool bad = bad8(x);
+    modify8<kMods>(a.rows, f.row.row, f.touched, group, x);
+    if (kMods) bad |= max8(x) > 3.4028234e38f;
+    const float y_max = StripScan<T, kMods>::y_of_max(warp_max(max8(x)), f.per_unit);
+    float mass = 0.0f, reached = negative_infinity<float>();
+    score(x, group, [&](float logit, int, uint32_t bits) {
+      mass += exp2_fast(fmaf(logit, f.per_unit, -y_max));
+      reached = fmaxf(reached, near(logit, bits));
+    });
+    mass = warp_sum(bad ? __uint_as_float(0x7fc00000u) : mass);
+    reached = fmaxf(reached, __shfl_xor_sync(kAll, reached, 1));
+    const int64_t r = f.row.row;
+    if (lane % 2 == 0) out.slots[r * f.slot_count + s * (kDraftStrip / 16) + lane / 2] = reached;
+    if (lane == 0) out.strips[r * draft_strips(f.columns) + s] = make_float2(y_max, mass);
+  }
+
+  // What the strips of all blocks have left. False: the row holds NaN or +inf, or no candidate.
+  __device__ __forceinline__ bool gather(const DraftWorkspace& from) {
+    const float4* slots = reinterpret_cast<const float4*>(from.slots + static_cast<int64_t>(f.row.row) * f.slot_count);
+    for (int i = threadIdx.x; i < f.slot_count / 4; i += kBlock) {
+      const float4 four = __ldcg(slots + i);
+      reinterpret_cast<float4*>(f.slots)[i] = four;
+      top = fmaxf(top, fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
+    }
+    const int strips = draft_strips(f.columns);
+    const float2* sums = from.strips + static_cast<int64_t>(f.row.row) * strips;
+    float y_max = -1e37f, mass = 0.0f;
+    for (int s = threadIdx.x; s < strips; s += kBlock) y_max = fmaxf(y_max, __ldcg(sums + s).x);
+    y_max = block_max(y_max, f.sh.scratch);
+    for (int s = threadIdx.x; s < strips; s += kBlock) {
+      const float2 strip = __ldcg(sums + s);
+      mass += strip.y * exp2_fast(strip.x - y_max);
+    }
+    top = block_max(top, f.sh.scratch);
+    sum = make_float2(y_max, block_sum(mass, f.sh.scratch));
+    return sum.y > 0.0f && sum.y <= 3.4028234e38f;
+  }
+
+  // As score_strip, of a row that one block has cut.
+  __device__ __forceinline__ void score_kept() {
     const float y_max = f.x_max * f.per_unit;
     float mass = 0.0f;
     __syncthreads();  // the cut has been found with the slots of before
@@ -51,7 +122,7 @@ struct DraftRow {
       float reached = negative_infinity<float>();
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        each(first_group(slot) + 32 * half, [&](float x, int, uint32_t bits) {
+        each(slot * 2 + half, [&](float x, int, uint32_t bits) {
           mass += exp2_fast(fmaf(x, f.per_unit, -y_max));
           reached = fmaxf(reached, near(x, bits));
         });
@@ -63,22 +134,31 @@ struct DraftRow {
     sum = make_float2(y_max, block_sum(mass, f.sh.scratch));
   }
 
-  // The exact scores of what may be among the k best, sorted; kList + 1 when they do not fit.
+  // The exact scores of what may be among the k best, sorted; kList + 1 when they do not fit. First the slots that reach
+  // the bound, by threads that had one each; then a thread for each of their columns.
   __device__ __forceinline__ int list() {
     const float slack = 1e-3f + 1e-6f * fabsf(top);
     const float bound = slot_bound(f.sh, f.slots, f.slot_count, top, 1.0f, a.k) - slack;
-    if (threadIdx.x == 0) f.sh.listed = 0;
+    int* const hot = reinterpret_cast<int*>(f.sh.more_masses);
+    if (threadIdx.x == 0) f.sh.listed = 0, f.sh.bound = 0;
     __syncthreads();
     for (int slot = threadIdx.x; slot < f.slot_count; slot += kBlock) {
       if (!(f.slots[slot] >= bound)) continue;
-#pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
-        each(first_group(slot) + 32 * half, [&](float x, int column, uint32_t bits) {
-          if (near(x, bits) < bound) return;
-          const int at = atomicAdd(&f.sh.listed, 1);
-          if (at < kList) f.sh.list[at] = pack_entry(exact(x, bits), column);
-        });
-      }
+      const uint32_t at = atomicAdd(&f.sh.bound, 1u);
+      if (at < kBins) hot[at] = slot;
+    }
+    __syncthreads();
+    const int reaching = static_cast<int>(f.sh.bound);
+    if (reaching > kBins) return kList + 1;
+    for (int i = threadIdx.x; i < reaching * 16; i += kBlock) {
+      const int column = hot[i / 16] * 16 + i % 16;
+      if (column >= f.columns) continue;
+      const float x = logit(column);
+      if (!(x > negative_infinity<float>()) || !f.keeps(kept, x, column)) continue;
+      const uint32_t bits = noise ? word(column) : 0u;
+      if (near(x, bits) < bound) continue;
+      const int at = atomicAdd(&f.sh.listed, 1);
+      if (at < kList) f.sh.list[at] = pack_entry(exact(x, bits), column);
     }
     __syncthreads();
     const int listed = f.sh.listed;
@@ -115,10 +195,7 @@ struct DraftRow {
       const bool there = i < listed;
       const int column = there ? entry_id(f.sh.list[i]) : 0;
       float logprob = negative_infinity<float>();
-      if (there) {
-        const float x = modified_at(a.rows, f.row.row, *f.touched, kMods, column, widen(f.logits[column]));
-        logprob = log_probability(x, f.per_unit, sum);
-      }
+      if (there) logprob = log_probability(logit(column), f.per_unit, sum);
       a.tokens[at] = there ? target_of(a.rows, column) : -1;
       a.draft_ids[at] = there ? column : -1;
       a.logprobs[at] = logprob;
@@ -127,25 +204,38 @@ struct DraftRow {
   }
 };
 
+// Rows without filters. arrived [R], all zero between calls: blocks of the row done.
 template <typename T, bool kMods>
-__global__ void __launch_bounds__(kBlock, 2) noisy_top_k_kernel(const __grid_constant__ DraftArgs a) {
+__global__ void __launch_bounds__(kBlock, 2) draft_shared_kernel(const __grid_constant__ DraftArgs a,
+                                                                 const DraftWorkspace w) {
   extern __shared__ float slots[];
   __shared__ FilterShared shared;
   __shared__ Touched touched;
-  const int r = blockIdx.x, columns = a.rows.columns;
+  __shared__ bool last;
+  const int r = blockIdx.y, columns = a.rows.columns, splits = gridDim.x;
   const Row row = load_row(a.rows, r);
+  if (row.filtered()) return;  // draft_filtered_kernel's
   if constexpr (kMods) fill_touched(a.rows, r, touched);
   const T* logits = static_cast<const T*>(a.rows.logits) + r * a.rows.row_stride;
   FilteredRow<T, kMods> state{a.rows, row, &touched, logits, shared, slots,
                               reinterpret_cast<uintptr_t>(logits) % 16 == 0, columns, slots_of(columns),
                               kLog2e / row.temperature};
-  const bool valid = state.scan_all();
-  Cut cut{negative_infinity<float>(), columns};
-  if (valid && row.filtered() && !state.narrow(cut)) cut = state.slow_cut();
-  DraftRow<T, kMods> draft{a, state, state.kept_by(cut), a.noise && !row.greedy};
+  const Cut all{negative_infinity<float>(), columns};
+  DraftRow<T, kMods> draft{a, state, state.kept_by(all), a.noise && !row.greedy};
+  for (int s = threadIdx.x / 32 * splits + blockIdx.x; s < draft_strips(columns); s += kBlockWarps * splits) {
+    draft.score_strip(s, w);
+  }
+  __threadfence();  // slots and sums are visible before the arrival is
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(a.rows.arrived + r, 1u) == static_cast<unsigned>(splits) - 1u;
+    if (last) a.rows.arrived[r] = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
   int listed = 0;
-  if (valid) {
-    draft.score_all();
+  if (draft.gather(w)) {
     listed = draft.list();
     if (listed > kList) listed = draft.list_by_rounds();
   }
@@ -154,12 +244,51 @@ __global__ void __launch_bounds__(kBlock, 2) noisy_top_k_kernel(const __grid_con
 }
 
 template <typename T, bool kMods>
+__global__ void __launch_bounds__(kBlock, 2) draft_filtered_kernel(const __grid_constant__ DraftArgs a) {
+  extern __shared__ float slots[];
+  __shared__ FilterShared shared;
+  __shared__ Touched touched;
+  const int r = blockIdx.x, columns = a.rows.columns;
+  const Row row = load_row(a.rows, r);
+  if (!row.filtered()) return;
+  if constexpr (kMods) fill_touched(a.rows, r, touched);
+  const T* logits = static_cast<const T*>(a.rows.logits) + r * a.rows.row_stride;
+  FilteredRow<T, kMods> state{a.rows, row, &touched, logits, shared, slots,
+                              reinterpret_cast<uintptr_t>(logits) % 16 == 0, columns, slots_of(columns),
+                              kLog2e / row.temperature};
+  const bool valid = state.scan_all();
+  Cut cut{negative_infinity<float>(), columns};
+  if (valid && !state.narrow(cut)) cut = state.slow_cut();
+  DraftRow<T, kMods> draft{a, state, state.kept_by(cut), a.noise && !row.greedy};
+  int listed = 0;
+  if (valid) {
+    draft.score_kept();
+    listed = draft.list();
+    if (listed > kList) listed = draft.list_by_rounds();
+  }
+  __syncthreads();
+  draft.write(listed);
+}
+
+// Blocks a row: at few rows as many as keep a warp for each strip, at many as fill the device.
+inline int draft_splits(const SampleArgs& a) {
+  const int each = (draft_strips(a.columns) + 3) / 4;  // four warps a block, one on each of its schedulers
+  return max(1, min(min(each, kDraftSplits), 2 * a.processors / a.rows));
+}
+
+template <typename T, bool kMods>
 void launch_draft(const DraftArgs& a, cudaStream_t stream) {
   const int bytes = slots_of(a.rows.columns) * static_cast<int>(sizeof(float));
-  check(cudaFuncSetAttribute(noisy_top_k_kernel<T, kMods>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+  const DraftWorkspace w = draft_rows_workspace(a.rows.workspace, a.rows.rows, a.rows.columns);
+  check(cudaFuncSetAttribute(draft_shared_kernel<T, kMods>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "noisy_top_k: shared memory");
-  noisy_top_k_kernel<T, kMods><<<a.rows.rows, kBlock, bytes, stream>>>(a);
+  draft_shared_kernel<T, kMods><<<dim3(draft_splits(a.rows), a.rows.rows), kBlock, bytes, stream>>>(a, w);
   check_launch("noisy_top_k");
+  if (!a.rows.top_k && !a.rows.top_p && !a.rows.min_p) return;
+  check(cudaFuncSetAttribute(draft_filtered_kernel<T, kMods>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        "noisy_top_k: shared memory");
+  draft_filtered_kernel<T, kMods><<<a.rows.rows, kBlock, bytes, stream>>>(a);
+  check_launch("noisy_top_k: filtered rows");
 }
 
 template <typename T>

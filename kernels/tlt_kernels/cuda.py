@@ -139,18 +139,24 @@ def noisy_top_k(
     target_vocab: int | None = None, vocab_limit: int | None = None, noise: bool = True,
 ) -> DraftTop:
     """tlt_kernels.noisy_top_k on the device. logits [R, C], unit stride within a row, any stride between rows.
+    Beside the results: 8 bytes a row and under half a byte a column of every row.
     Raises ValueError for more than MAX_VOCAB columns."""
     rows, columns = logits.shape
     refuse_wide_vocab(columns)
     vocab, device = target_vocab or columns, logits.device
     tokens, draft_ids = (torch.empty(rows, k, dtype=torch.int64, device=device) for _ in range(2))
     scores, logprobs = (torch.empty(rows, k, dtype=torch.float32, device=device) for _ in range(2))
-    addresses, sizes = _rows(logits, ids, params, vocab, _scratch_of(device))
-    addresses += [_address(d2t), *(t.data_ptr() for t in (tokens, draft_ids, scores, logprobs))]
+    held = _scratch_of(device)
+    arrived = held.get("arrived", 8 * rows, device)
+    workspace = held.get("draft", extension().cuda_draft_workspace(rows, columns), device)
+    addresses, sizes = _rows(logits, ids, params, vocab, held)
+    addresses += [
+        _address(d2t), *(t.data_ptr() for t in (tokens, draft_ids, scores, logprobs, arrived, workspace)),
+    ]
     extension().cuda_noisy_top_k(
         addresses, DTYPES[logits.dtype], logits.stride(0), rows, columns, vocab,
         vocab if vocab_limit is None else vocab_limit, *sizes, d2t is not None and d2t.dtype == torch.int64, k, noise,
-        stream=current_stream(device),
+        _processor_count(device), stream=current_stream(device),
     )
     return DraftTop(tokens, draft_ids, scores, logprobs)
 

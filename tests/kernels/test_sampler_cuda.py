@@ -124,14 +124,40 @@ def test_drafts_of_the_twin(built: EmulatedSampler, use: Callable[[EmulatedSampl
     drafts(built, logits, kinds(vocab)["plain"], 700, True, reduced)
 
 
+def test_drafts_do_not_depend_on_how_rows_are_shared(
+    built: EmulatedSampler, use: Callable[[EmulatedSampler], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block a row and one for every 1024 columns: the same bits, the twin's ids, and the counters set back."""
+    use(built)
+    logits, ids, vocab = rows(5008, torch.bfloat16, 2.0), cases.identities(ROWS), 3 * 5008
+    logits[1], logits[2, 4000], logits[0, 5007] = 0.0, torch.nan, 25.0  # ties of thousands; the last column wins
+    plain, options = RowParams(cases.temperatures(ROWS)), mapping(5008, vocab)
+    mixed = replace(plain, top_k=torch.tensor([0, 0, 0, 40, 40, 40], dtype=torch.int32))
+    for params in (plain, mixed):
+        results: list[DraftTop] = []
+        for seed, processors in ((0, 1), (7, 200), (7, 200)):
+            built.seed = seed
+            monkeypatch.setattr(cuda, "_processor_count", lambda device, n=processors: n)
+            results.append(cuda.noisy_top_k(logits, ids, params, 8, **options))  # type: ignore[arg-type]
+        want = noisy_top_k(logits, ids, params, 8, backend="cpp", **options)  # type: ignore[arg-type]
+        for got in results:
+            assert all(same(got, want, row) for row in range(ROWS))
+            assert all(torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in (
+                (got.scores, results[0].scores), (got.logprobs, results[0].logprobs)
+            ))
+    assert not any(scratch.zeros["arrived"].any() for scratch in cuda._scratch.values())
+
+
 def test_broken_kernels_are_seen(use: Callable[[EmulatedSampler], None], tmp_path: Path) -> None:
     """Words skipped that could win; a cut that keeps every id of its logit."""
     use(EmulatedSampler(tmp_path, {
         "<= s8[j] * most)": "<= s8[j] * most * 1e-4f)", "x > kept.sure ||": "x >= kept.sure ||",
-        "x[i] <= kept.sure": "x[i] < kept.sure",
+        "x[i] <= kept.sure": "x[i] < kept.sure", "reached = fmaxf(reached, __shfl_xor_sync(kAll, reached, 1));": "",
     }))
     logits, ids, params = rows(5008, torch.float32, 0.5), cases.identities(ROWS), kinds(5008)["plain"]
     assert not torch.equal(cuda.sample(logits, ids, params).tokens, sample(logits, ids, params).tokens)
     flat, half = torch.zeros(ROWS, 5008), replace(kinds(5008)["top-p"], top_p=torch.full((ROWS,), 0.5))
     kept, wanted = (float(s(flat, ids, half).logprobs[0].exp()) * 5008 for s in (cuda.sample, sample))
     assert abs(kept - 1) < 0.01 and abs(wanted - 2) < 0.01
+    with pytest.raises(AssertionError):  # every other group of 8 columns forgotten
+        drafts(cuda.extension(), logits, params, 8, True, False)  # type: ignore[arg-type]

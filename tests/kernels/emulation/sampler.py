@@ -50,6 +50,7 @@ extern "C" const char* run(bool draft, const uint64_t* addresses, const int64_t*
     a = read_rows(next);
     if (draft) {
       next(a.d2t), next(d.tokens), next(d.draft_ids), next(d.scores), next(d.logprobs);
+      next(a.arrived), next(a.workspace);
     } else {
       next(a.forced), next(a.tokens), next(a.logprobs), next(a.raw_logprobs), next(a.arrived), next(a.workspace);
     }
@@ -57,7 +58,7 @@ extern "C" const char* run(bool draft, const uint64_t* addresses, const int64_t*
     if (draft) a.columns = *n++;
     a.vocab = *n++, a.limit = *n++, a.allowed_words = *n++, a.branch_width = *n++, a.histories = *n++;
     if (draft) {
-      a.d2t_wide = *n++, d.k = *n++, d.noise = *n++;
+      a.d2t_wide = *n++, d.k = *n++, d.noise = *n++, a.processors = *n++;
       tlt::cuda::noisy_top_k(d, 0);
     } else {
       a.columns = a.vocab, a.processors = *n++;
@@ -70,6 +71,7 @@ extern "C" const char* run(bool draft, const uint64_t* addresses, const int64_t*
   }
 }
 extern "C" int64_t workspace(int rows, int vocab) { return tlt::cuda::sample_workspace(rows, vocab); }
+extern "C" int64_t draft_workspace(int rows, int columns) { return tlt::cuda::draft_workspace(rows, columns); }
 """
 
 
@@ -123,7 +125,9 @@ class EmulatedSampler:
         )
         library_c = ctypes.CDLL(str(library))
         self._run, self._workspace = library_c.run, library_c.workspace
+        self._draft_workspace = library_c.draft_workspace
         self._run.restype, self._workspace.restype = ctypes.c_char_p, ctypes.c_int64
+        self._draft_workspace.restype = ctypes.c_int64
         self.seed = 0
 
     def _call(self, draft: bool, addresses: list[int], sizes: list[int]) -> None:
@@ -136,6 +140,9 @@ class EmulatedSampler:
 
     def cuda_sample_workspace(self, rows: int, vocab: int) -> int:
         return int(self._workspace(rows, vocab))
+
+    def cuda_draft_workspace(self, rows: int, columns: int) -> int:
+        return int(self._draft_workspace(rows, columns))
 
     def cuda_sample(self, addresses: list[int], *sizes: Any, stream: int) -> None:
         self._call(False, addresses, list(sizes))
