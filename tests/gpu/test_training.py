@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.engine.engines import shared_hf, tiny_engine
+from tests.kernels.soft_loss_cases import SHAPES, faults
 from tests.training.drafters import random_texts, tiny_drafter
 from tests.training.rows import LAST, LAYERS, ScriptedRows, misaligned, one_pass, script_tokens
 from tlt_engine import SamplingParams
@@ -91,6 +92,12 @@ def test_loss_and_gradients_are_the_cpus(drafter: dict[str, Any]) -> None:
         found.append([loss.detach().cpu(), sums.rows.cpu(), *(g.cpu() for g in grads)])
     for ours, theirs in zip(*found):
         torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [*SHAPES, (300, 49152)], ids=str)
+def test_the_fused_loss_is_the_definition(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    assert faults(*shape, dtype, "cuda", "triton") == []
 
 
 def test_bf16_learns_on_fp32_masters_beside_checkpoints(tmp_path: Path) -> None:

@@ -318,15 +318,16 @@ def test_the_masked_share_is_the_targets_mass_outside_the_draft_vocabulary() -> 
     model = tiny_drafter(target, vocabulary=ids)
     packed = packed_texts(target, model, random_texts([20]))
     with torch.no_grad():
-        log_p, best, masked = Teacher.of(model)(packed.last)
+        rows = Teacher.of(model)(packed.last)
         logits = Teacher.of(model).normed(packed.last) @ target.weights.head.T
     whole = logits.softmax(-1)
-    torch.testing.assert_close(masked, 1 - whole[:, ids].sum(-1), rtol=0, atol=1e-6)
-    torch.testing.assert_close(log_p.exp(), whole[:, ids] / whole[:, ids].sum(-1, keepdim=True), rtol=0, atol=1e-6)
-    assert best.tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(rows.masked, 1 - whole[:, ids].sum(-1), rtol=0, atol=1e-6)
+    p = (rows.logits - rows.norm[:, None]).exp()
+    torch.testing.assert_close(p, whole[:, ids] / whole[:, ids].sum(-1, keepdim=True), rtol=0, atol=1e-6)
+    assert rows.best.tolist() == logits.argmax(-1).tolist()
     with torch.no_grad():
         means = Objective(model, LossConfig(steps=1))(packed)[1].means()
-    assert means["masked"][0] == pytest.approx(masked[1:].mean().item(), abs=1e-6)
+    assert means["masked"][0] == pytest.approx(rows.masked[1:].mean().item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("case", ["no usable row", "single tokens", "no row at all for some steps"])
@@ -365,7 +366,8 @@ def test_context_is_attended_to_and_not_trained() -> None:
     with torch.no_grad():
         outs = objective.unroll(whole)
         _, sums = objective(part)
-        log_p, _, _ = Teacher.of(model)(whole.last)
+        teacher = Teacher.of(model)(whole.last)
+        log_p = teacher.logits - teacher.norm[:, None]
     assert sums.rows.tolist() == [7, 6]
     for step, out in enumerate(outs):
         rows = torch.arange(12, 19 - step)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tlt_kernels.reference.rope import rotate
+from tlt_kernels.soft_loss import row_stats, soft_cross_entropy
 from torch import Tensor
 
 from tlt_engine.config import refuse
@@ -168,16 +169,28 @@ class Teacher:
         wide = last.float()
         return self.norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(last.dtype)
 
-    def __call__(self, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """last [C, Ht] -> log p fp32 [C, Vd], renormalised over the draft vocabulary; the best target id [C]; the
-        probability outside the draft vocabulary [C]."""
-        logits = F.linear(self.normed(last).to(self.head.dtype), self.head).float()
-        best = logits.argmax(-1)
+    def __call__(self, last: Tensor) -> TeacherRows:
+        """last [C, Ht]."""
+        logits = F.linear(self.normed(last).to(self.head.dtype), self.head)
+        norm, entropy, best = row_stats(logits)
         if self.ids is None:
-            return logits.log_softmax(-1), best, torch.zeros_like(logits[:, 0])
+            return TeacherRows(logits, norm, entropy, best, torch.zeros_like(norm))
         inside = logits[:, self.ids]
-        total, kept = logits.logsumexp(-1), inside.logsumexp(-1)
-        return inside - kept[:, None], best, -torch.expm1(kept - total)
+        kept, entropy, _ = row_stats(inside)
+        return TeacherRows(inside, kept, entropy, best, -torch.expm1(kept - norm))
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """logits [C, Vd]; norm fp32 [C], their logsumexp: p = exp(logits - norm) is renormalised over the draft vocabulary;
+    entropy of p [C]; best [C], the target's best id of all; masked [C], its probability outside the draft vocabulary.
+    """
+
+    logits: Tensor
+    norm: Tensor
+    entropy: Tensor
+    best: Tensor
+    masked: Tensor
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -197,25 +210,23 @@ class _SoftCrossEntropy(torch.autograd.Function):
         size = max(1, elements // max(teacher.head.shape[0], len(head)))
         for first in range(1, len(packed), size):  # row 0 can only be somebody's input
             rows = all_rows[first : first + size]
-            log_p, best, masked = teacher(packed.last[rows])
-            p = log_p.exp()
-            entropy = -(p * log_p).sum(-1)
+            p = teacher(packed.last[rows])
             for step in range(steps):
                 skip = max(step + 1 - first, 0)  # their outputs would stand before row 0
                 if skip >= len(rows):
                     continue
                 at = slice(first + skip - step - 1, first + len(rows) - step - 1)
-                inside = all_rows[at] >= packed.starts[rows[skip:]]
-                trained, target = (inside & packed.usable[at]).float(), p[skip:]
+                trained = ((all_rows[at] >= packed.starts[rows[skip:]]) & packed.usable[at]).float()
                 x = states[step, at].to(head.dtype)
-                log_q = F.linear(x, head).float().log_softmax(-1)
-                q, guess = log_q.exp(), log_q.argmax(-1)
+                grad = F.linear(x, head)  # the logits, which soft_cross_entropy turns into their gradient
+                crossed, overlap, guess = soft_cross_entropy(
+                    grad, p.logits[skip:], p.norm[skip:], scales[step] * trained
+                )
                 guess = guess if teacher.ids is None else teacher.ids[guess]
-                each = (torch.ones_like(trained), -(target * log_q).sum(-1), entropy[skip:],
-                        (guess == best[skip:]).float(), torch.minimum(q, target).sum(-1), masked[skip:])
+                each = (torch.ones_like(trained), crossed, p.entropy[skip:], (guess == p.best[skip:]).float(), overlap,
+                        p.masked[skip:])
                 sums[:, step] += torch.stack(each) @ trained
                 if grad_states is not None:
-                    grad = ((q - target) * (scales[step] * trained)[:, None]).to(head.dtype)
                     grad_states[step, at] = (grad @ head).to(states.dtype)
                     if grad_head is not None:
                         grad_head += grad.T @ x
