@@ -1,5 +1,5 @@
-"""Rows for the fused loss, and the comparison of a backend with the definition in fp64. Shared by the CPU's tests, those
-under Triton's interpreter and those on a GPU."""
+"""Rows for the fused loss, and the comparison of a backend with the definition in fp64. Shared by the tests on the CPU,
+under the interpreter of Triton and on a GPU."""
 
 from __future__ import annotations
 
