@@ -109,37 +109,56 @@ def test_batches_that_shrink_from_nine_to_one() -> None:
         same_tokens(expected[: i + 1], part.generate(prompts[: i + 1], params[: i + 1]), params[: i + 1], judge)
 
 
-@pytest.mark.parametrize("speculate", [False, True])
-def test_padding_writes_to_the_dummy_page_alone(speculate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """G10: a pass changes pages of its own samples, and the dummy page."""
-    from tlt_engine.engine.device import DeviceRunner
-
-    engine = gpu_engine(AdversarialDrafter(64) if speculate else None)
-    engine.generate([list(range(i, i + 30)) for i in range(4)], greedy(20))
-    data = engine._core.runner.kv.data
+def check_writes(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """G10: a pass changes pages of its own samples, and with its padding the last page, which is marked before each."""
+    runner = engine._core.runner
+    data, dummy = runner.kv.data, runner.kv.data.shape[2] - 1
     changes: list[tuple[set[int], set[int]]] = []
 
-    def watched(name: str, pages_of: Any) -> None:
-        honest = getattr(DeviceRunner, name)
+    def watch(name: str, pages_of: Any) -> None:
+        honest = getattr(runner, name)
 
-        def launch(self: Any, first: Any, second: Any, *rest: Any) -> Any:
+        def launch(first: Any, second: Any, *rest: Any) -> Any:
+            data[:, :, dummy] = 77.0
             before = data.clone()
-            flight = honest(self, first, second, *rest)
+            flight = honest(first, second, *rest)
             torch.cuda.synchronize()
             changed = (data != before).any(-1).any(-1).any(-1).any(0).any(0).nonzero()[:, 0].tolist()
-            changes.append((set(changed), pages_of(first, second)))
+            if flight is not None:
+                changes.append((set(changed), pages_of(first, second)))
             return flight
 
-        monkeypatch.setattr(DeviceRunner, name, launch)
+        monkeypatch.setattr(runner, name, launch)
 
-    watched("launch", lambda batch, _: {
-        p for work in (*batch.decodes, *batch.chunks) for p in work.seq.pages})
-    watched("launch_ahead", lambda _, sequences: {p for seq in sequences for p in seq.pages})
+    def held_by(sequences: Any) -> set[int]:
+        return {page for seq in sequences for page in seq.pages}
+
+    watch("launch", lambda batch, _: held_by(work.seq for work in (*batch.decodes, *batch.chunks)))
+    watch("launch_ahead", lambda _, sequences: held_by(sequences))
+    watch("launch_next", lambda flight, _: held_by(s.seq for s in flight.draw.samples))
+    passes = engine.stats()["steps"]
     engine.generate([[i, i + 1, i + 2] for i in range(3)], [greedy(12 + 5 * i) for i in range(3)])
-    dummy = data.shape[2] - 1
+    assert len(changes) >= engine.stats()["steps"] - passes, "passes that nobody watched"
     assert sum(dummy in changed for changed, _ in changes) > 5
     for changed, held in changes:
         assert changed - {dummy} <= held and dummy not in held
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("broken", [False, True])
+def test_padding_writes_to_the_dummy_page_alone(
+    speculate: bool, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """broken: padding goes to a page that requests are given."""
+    engine = gpu_engine(AdversarialDrafter(64) if speculate else None)
+    if broken:
+        engine._core.runner._dummy_page = 0
+    engine.generate([list(range(i, i + 30)) for i in range(4)], greedy(20))
+    if not broken:
+        check_writes(engine, monkeypatch)
+        return
+    with pytest.raises(AssertionError):
+        check_writes(engine, monkeypatch)
 
 
 def test_chunks_preemption_and_prefix_hits() -> None:
