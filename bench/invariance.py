@@ -5,19 +5,19 @@
 The geometry of Qwen2.5-7B, bf16, random weights, temperature 1.
 products, attention: the mode's kernels beside the default ones, in a CUDA graph, weights and keys cold.
 price: a plain step in the mode over the default plain step, batch 1 and 64 (as bench.decode times them).
-tokens: ids and log-probabilities with speculation (replayed continuations with errors) against without.
+tokens: ids and log-probabilities with speculation (replayed continuations with errors), in another order, in chunks,
+with preemption and over cached prefixes, against one plain run of all requests at once.
 flips: first differences per 1,000 tokens in the default mode, speculation against none, and batch 1 against batch 8.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
-import struct
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +147,11 @@ Bits = list[tuple[list[int], list[float]]]
 
 
 def decode(
-    model: LoadedModel, requests: int, tokens: int, batch: int, *, invariant: bool, known: Bits | None = None
+    model: LoadedModel, requests: int, tokens: int, batch: int, *, invariant: bool, known: Bits | None = None,
+    order: int = 1, again: bool = False, **config: Any,
 ) -> Bits:
-    """Ids and log-probabilities of each request; known: what a replay drafter proposes, one in ten wrong."""
+    """Ids and log-probabilities of each request. known: what a replay drafter proposes, one in ten wrong. order -1: the
+    last request first. again: twice, the prompts' pages cached the second time, which counts."""
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, 152064, (PROMPT,), generator=generator).tolist() for _ in range(requests)]
     params = [SamplingParams(temperature=1.0, max_tokens=tokens, seed=i, ignore_eos=True) for i in range(requests)]
@@ -159,22 +161,22 @@ def decode(
     spec = OFF if drafter is None else SpeculationConfig(method="custom", profile=Profile(DEPTH, 1, DEPTH + 1))
     engine = RolloutEngine(model, EngineConfig(
         dtype="bfloat16", device="cuda", max_num_seqs=batch, max_model_len=1024, speculation=spec, seed=0,
-        num_pages=batch * 40, batch_invariant=invariant,
+        batch_invariant=invariant, **{"num_pages": batch * 40, **config},
     ), drafter=drafter)
     begin = time.perf_counter()
-    outputs = engine.generate(prompts, params)
+    for _ in range(1 + again):
+        outputs = engine.generate(prompts[::order], params[::order])
     stats = engine.stats()
-    print(f"    {requests} x {tokens} at batch {batch}, invariant {invariant}, replay {known is not None}: "
-          f"{time.perf_counter() - begin:.1f} s, accept length {stats['accept_length']:.2f}", flush=True)
+    print(f"    {requests} x {tokens} at batch {batch}, invariant {invariant}, replay {known is not None}, {config}: "
+          f"{time.perf_counter() - begin:.1f} s, accept length {stats['accept_length']:.2f}, preemptions "
+          f"{stats['preemptions']}, prefix hits {stats['prefix_hit_tokens']}", flush=True)
     assert known is None or stats["accept_length"] >= 3, "the drafter's proposals are hardly accepted"
-    return [(o.outputs[0].token_ids, o.outputs[0].sampled_logprobs) for o in outputs]
-
-
-def digest(bits: Bits) -> str:
-    hashed = sha256()
-    for ids, logprobs in bits:
-        hashed.update(struct.pack(f"<{len(ids)}q{len(logprobs)}d", *ids, *logprobs))
-    return hashed.hexdigest()
+    assert not again or stats["prefix_hit_tokens"] > 0, "no prefix was taken from the cache"
+    assert "num_pages" not in config or stats["preemptions"] > 0, "nothing was preempted"
+    del engine
+    gc.collect()  # the next one's pages and graphs need the memory
+    torch.cuda.empty_cache()
+    return [(o.outputs[0].token_ids, o.outputs[0].sampled_logprobs) for o in outputs[::order]]
 
 
 def first_differences(a: Bits, b: Bits) -> tuple[int, int]:
@@ -187,17 +189,27 @@ def first_differences(a: Bits, b: Bits) -> tuple[int, int]:
 
 
 def tokens(model: LoadedModel, requests: int, out: Path | None) -> None:
-    plain = decode(model, requests, 512, 64, invariant=True)
-    replayed = decode(model, requests, 512, 64, invariant=True, known=plain)
-    differing = sum(s != t for (a, _), (b, _) in zip(plain, replayed, strict=True) for s, t in zip(a, b, strict=True))
-    unlike = sum(s != t for (_, a), (_, b) in zip(plain, replayed, strict=True) for s, t in zip(a, b, strict=True))
-    hashes = digest(plain), digest(replayed)
-    print(f"tokens: {differing} differ, {unlike} log-probabilities; SHA-256 {hashes}", flush=True)
-    where = {"geometry": "Qwen2.5-7B", "dtype": "bf16", "requests": requests, "tokens": 512, "temperature": 1.0,
-             "batch": 64, "depth": DEPTH}
-    record("gpu", "invariant.tokens_differing", differing, "tokens", where, command=COMMAND, folder=out)
-    record("gpu", "invariant.logprobs_differing", unlike, "tokens", where, command=COMMAND, folder=out)
-    record("gpu", "invariant.sha256_equal", int(hashes[0] == hashes[1]), "", where, command=COMMAND, folder=out)
+    decoded = partial(decode, model, requests, 512, invariant=True)
+    few = requests * (PROMPT + 512) // 16 * 2 // 3  # two thirds of the pages that all of them come to
+    plain = decoded(requests)
+    runs: dict[str, Callable[[], Bits]] = {
+        "speculation": partial(decoded, 64, known=plain),
+        "order, chunks": partial(decoded, 96, order=-1, max_num_batched_tokens=128),
+        "preemption": partial(decoded, requests, num_pages=few),
+        "prefix hits": partial(decoded, requests, again=True),
+        "speculation, order, chunks, preemption": partial(
+            decoded, 64, known=plain, order=-1, max_num_batched_tokens=300, num_pages=1400),
+    }
+    for name, run in runs.items():
+        unlike = [
+            sum(s != t for a, b in zip(plain, other, strict=True) for s, t in zip(a[part], b[part], strict=True))
+            for other in [run()] for part in (0, 1)
+        ]
+        print(f"tokens, {name}: {unlike[0]} differ, {unlike[1]} log-probabilities", flush=True)
+        where = {"geometry": "Qwen2.5-7B", "dtype": "bf16", "requests": requests, "tokens": 512, "temperature": 1.0,
+                 "against": name}
+        record("gpu", "invariant.tokens_differing", unlike[0], "tokens", where, command=COMMAND, folder=out)
+        record("gpu", "invariant.logprobs_differing", unlike[1], "tokens", where, command=COMMAND, folder=out)
 
 
 def flips(model: LoadedModel, requests: int, out: Path | None) -> None:

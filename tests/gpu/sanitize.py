@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -194,13 +195,15 @@ def run_all(out: Path, seconds: float) -> int:
                 "--part", part,
             ]
             with log.open("w") as file:
-                running[tool, part] = log, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
+                running[tool, part] = log, subprocess.Popen(
+                    command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
+                )
     until, worst = time.monotonic() + seconds, 0
     for (tool, part), (log, process) in running.items():
         try:
             process.wait(max(0.1, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # the tool's own process alone would leave Python running
         errors = errors_of(log.read_text(errors="replace"))
         worst = max(worst, abs(errors))
         print(f"{tool:10s} {part:20s} {errors}", flush=True)
