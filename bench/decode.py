@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -239,24 +240,34 @@ def busy(model: LoadedModel, batch: int, nodes: int, out: Path, steps: int = 30)
     )
     # Each step ends with one copy to the host; whole steps lie between the first such copy and the last.
     copies = [i for i, (_, _, name) in enumerate(spans) if "DtoH" in name]
-    spans = spans[copies[0] + 1 : copies[-1] + 1]
-    whole = len(copies) - 1
-    period, running, reach = (spans[-1][1] - spans[0][0]) / whole, 0.0, spans[0][0]
+    steps_of = [spans[i + 1 : j + 1] for i, j in pairwise(copies)]
+    ends = [spans[i][1] for i in copies]
+    periods = [after - before for before, after in pairwise(ends)]
+    gaps = [period - covered(step, end) for step, period, end in zip(steps_of, periods, ends)]
+    period, gap, whole = statistics.median(periods), statistics.median(gaps), len(steps_of)
     per_kernel: dict[str, list[float]] = defaultdict(list)
-    for begin, end, name in spans:
-        running += max(end - max(begin, reach), 0.0)
-        reach = max(reach, end)
+    for begin, end, name in spans[copies[0] + 1 : copies[-1] + 1]:
         per_kernel[name].append(end - begin)
-    gap = period - running / whole
-    print(f"trace  batch {batch:3d} V={nodes}: period {period / 1e3:.3f} ms, GPU busy {running / whole / 1e3:.3f} ms, "
-          f"idle {gap:.0f} us, {len(spans) / whole:.0f} launches a step")
+    launches = sum(map(len, steps_of)) / whole
+    print(f"trace  batch {batch:3d} V={nodes}: period {period / 1e3:.3f} ms, idle {gap:.0f} us [{min(gaps):.0f}, "
+          f"{max(gaps):.0f}], {launches:.0f} launches a step", flush=True)
     for name, times in sorted(per_kernel.items(), key=lambda item: -sum(item[1]))[:14]:
         print(f"    {sum(times) / whole:8.1f} us a step  {len(times) / whole:6.1f} x {statistics.median(times):6.1f} us"
               f"  {name[:90]}")
     where = MODEL | {"batch": batch, "V": nodes}
-    record("gpu", "host.trace_idle_us", gap, "us", where, command=COMMAND, runs=whole, folder=out)
+    record("gpu", "host.trace_idle_us", gap, "us", where, command=COMMAND, spread=[min(gaps), max(gaps)], runs=whole,
+           folder=out)
     record("gpu", "host.syncs_per_step", len(copies) / (whole + 1), "", where, command=COMMAND, folder=out)
     del engine
+
+
+def covered(spans: Sequence[tuple[float, float, str]], begin: float) -> float:
+    """Microseconds after `begin` in which at least one of the spans, sorted, runs."""
+    running, reach = 0.0, begin
+    for start_, end, _ in spans:
+        running += max(end - max(start_, reach), 0.0)
+        reach = max(reach, end)
+    return running
 
 
 def graph_memory(out: Path) -> None:
@@ -420,7 +431,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         drafter(model, shapes, sizes, args.out, traced="drafter_trace" in parts)
         print(f"({time.perf_counter() - begin:.0f} s)", flush=True)
     if "profile" in parts:
-        for batch, nodes in ((1, 1), (64, 1), (1, 32), (8, 16)):
+        for batch, nodes in ((1, 1), (64, 1), (1, 32), (8, 16), (64, 4)):
             busy(model, batch, nodes, args.out)
         print(f"({time.perf_counter() - begin:.0f} s)", flush=True)
     if "switches" in parts:
