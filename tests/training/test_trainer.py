@@ -98,6 +98,15 @@ def test_sabotage_a_resume_without_the_moments_differs(tmp_path: Path) -> None:
     assert not same(weights(straight), weights(resumed))
 
 
+def test_the_callers_factor_on_the_learning_rate() -> None:
+    _, model, trainer = setup()
+    trainer.lr_factor = 0.0
+    before = weights(model)
+    assert trainer.step()["lr"] == 0.0 and same(weights(model), before)
+    trainer.lr_factor = 0.5
+    assert trainer.step()["lr"] == 0.5 * SMALL.lr_at(1) and not same(weights(model), before)
+
+
 def fake_clock(monkeypatch: pytest.MonkeyPatch, trainer: DrafterTrainer, seconds: float) -> None:
     """Each micro-step takes `seconds`, nothing else any time."""
     now = [0.0]

@@ -4,8 +4,9 @@ drafter's folder for other engines."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import cos, pi
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from tlt_engine.engine.engine import RolloutEngine
     from tlt_engine.models.eagle import EagleModel
     from tlt_engine.models.loader import LoadedModel
+    from tlt_engine.rl.adaptive import AdaptiveDrafter
+
+PIECE_S = 2.0  # of training at one learning rate
+COOLEST = 0.02  # of the learning rate, at the end
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,17 @@ class Settings:
 @dataclass(frozen=True)
 class Round:
     """One batch rolled out and trained on. accept_length: tokens a target pass in its rollouts, bonus included; None in
-    the first round of a fresh drafter, which decodes plainly."""
+    the first round of a fresh drafter, which decodes plainly. tokens: emitted in rollout_s seconds; steps: of the
+    optimiser since the beginning."""
 
     minutes: float
     accept_length: float | None
     loss: float | None
     agreement: float | None
     steps: int
+    rollout_s: float
+    tokens: int
+    training_s: float
 
 
 def run(
@@ -120,20 +129,23 @@ def parse_profile(text: str) -> Profile:
 def train(
     engine: RolloutEngine, prompts: Sequence[Any], settings: Settings, *, fresh: bool = True
 ) -> Iterator[Round]:
-    """Roll out a batch, train on what was seen of it, and again until the minutes are over; at least one round. fresh:
-    the drafter knows nothing yet, and drafts of its first round would only cost time."""
+    """Roll out a batch, train on what was seen of it, and again until the minutes are over; at least one round. The
+    learning rate cools down over the minutes. fresh: the drafter knows nothing yet, and drafts of its first round would
+    only cost time."""
     from tlt_engine.rl.adaptive import AdaptiveConfig, AdaptiveDrafter
+    from tlt_engine.training.loss import LossConfig
     from tlt_engine.training.trainer import TrainerConfig
 
     adaptive = AdaptiveDrafter(engine, AdaptiveConfig(
         trainer=TrainerConfig(
-            lr=settings.learning_rate, seed=settings.seed,
+            lr=settings.learning_rate, seed=settings.seed, loss=LossConfig(steps=settings.profile.depth),
             micro_rows=4096 if engine.model.device.type == "cuda" else 512,  # about a second on two cores
         ), slice_ms=200.0,
     ))
     began = time.perf_counter()
+    spent = lambda: (time.perf_counter() - began) / (60 * settings.minutes)  # noqa: E731
     number = 0
-    while number == 0 or time.perf_counter() - began < 60 * settings.minutes:
+    while number == 0 or spent() < 1:
         first = number * settings.batch
         batch = [prompts[i % len(prompts)] for i in range(first, first + settings.batch)]
         params = [
@@ -144,17 +156,28 @@ def train(
             for i, prompt in enumerate(batch)
         ]
         rolling = time.perf_counter()
-        engine.generate(batch, params, speculate=number > 0 or not fresh)
-        rolled = time.perf_counter()
-        left = 60 * settings.minutes - (rolled - began)
-        report = adaptive.train_drafter(min(settings.train_share * (rolled - rolling), max(left, 1.0)))
+        outputs = engine.generate(batch, params, speculate=number > 0 or not fresh)
+        rolled = time.perf_counter() - rolling
+        reports = list(_train_for(adaptive, settings.train_share * rolled, spent))
         number += 1
-        agreement = report["agreement"]
         yield Round(
-            (time.perf_counter() - began) / 60, report["accept_length"], report["loss"],
-            agreement[0] if agreement else None, report["steps"],
+            minutes=(time.perf_counter() - began) / 60, accept_length=reports[0]["accept_length"],
+            loss=reports[-1]["loss"], agreement=(reports[-1]["agreement"] or [None])[0], steps=reports[-1]["steps"],
+            rollout_s=rolled, tokens=sum(len(s.token_ids) for o in outputs for s in o.outputs),
+            training_s=sum(r["seconds"] for r in reports),
         )
     adaptive.close()
+
+
+def _train_for(adaptive: AdaptiveDrafter, seconds: float, spent: Callable[[], float]) -> Iterator[dict[str, Any]]:
+    """Reports of pieces of a second or two, each at the learning rate of its place in the time that is `spent`."""
+    end = time.perf_counter() + seconds
+    while True:
+        adaptive.trainer.lr_factor = COOLEST + (1 - COOLEST) * 0.5 * (1 + cos(pi * min(spent(), 1.0)))
+        report = adaptive.train_drafter(min(PIECE_S, max(end - time.perf_counter(), 0.1)))
+        yield report
+        if not report["trained"] or time.perf_counter() >= end or spent() >= 1:
+            return
 
 
 def _starting_drafter(

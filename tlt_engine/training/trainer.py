@@ -83,6 +83,7 @@ class MicroStep:
 class DrafterTrainer:
     """model: a drafter bound to its target, of the target's dtype; it is trained in place, so the one that serves is
     another instance that is copied to (EagleModel.copy_from). In bf16 or fp16 the optimiser works on fp32 masters.
+    lr_factor: the caller's, on top of the config's schedule, at any time: to cool down over minutes instead of steps.
 
     Not thread-safe but for pause and resume, which any thread may call."""
 
@@ -98,6 +99,7 @@ class DrafterTrainer:
             }
             self._grads = {n: torch.zeros_like(m) for n, m in self._masters.items()}
             self._moments = {k: {n: torch.zeros_like(m) for n, m in self._masters.items()} for k in MOMENTS}
+        self.lr_factor = 1.0
         self.steps = 0  # optimiser steps done
         self._micro = 0  # micro-steps since the last one
         self._times: list[float] = []
@@ -153,7 +155,8 @@ class DrafterTrainer:
         report: dict[str, Any] = {
             "steps": self.steps, "micro_steps": len(done), "elapsed_ms": elapsed * 1000, "samples": samples,
             "tokens": rows, "samples_per_s": samples / seconds, "tokens_per_s": rows / seconds,
-            "paused": not self._running.is_set(), "lr": self.config.lr_at(max(self.steps - 1, 0)), **self._counts,
+            "paused": not self._running.is_set(), "lr": self.lr_factor * self.config.lr_at(max(self.steps - 1, 0)),
+            **self._counts,
         }
         if done:
             sums = sum((m.sums for m in done[1:]), done[0].sums)
@@ -211,7 +214,7 @@ class DrafterTrainer:
 
     def _adamw(self, grads: list[Tensor], scale: float) -> None:
         c, t = self.config, self.steps + 1
-        lr, (b1, b2) = c.lr_at(self.steps), c.betas
+        lr, (b1, b2) = self.lr_factor * c.lr_at(self.steps), c.betas
         masters = list(self._masters.values())
         first, second = (list(self._moments[k].values()) for k in MOMENTS)
         torch._foreach_mul_(grads, scale)
