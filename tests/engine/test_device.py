@@ -42,9 +42,9 @@ def ahead(monkeypatch) -> list[int]:
     seen: list[int] = []
     honest = device.DeviceRunner.launch_ahead
 
-    def counting(self, flight, sequences):
+    def counting(self, flight, sequences, keep_hidden):
         try:
-            launched = honest(self, flight, sequences)
+            launched = honest(self, flight, sequences, keep_hidden)
         except BaseException:  # a sabotaged step meets what happens to lie in memory
             seen.append(len(sequences))
             raise

@@ -18,6 +18,7 @@ from tests.engine.emulated import emulation
 from tests.engine.engines import plain_outputs, shared_hf, tiny_engine
 from tests.tiny import tiny_target
 from tlt_engine import Profile, RolloutEngine, SamplingParams, SpeculationConfig
+from tlt_engine.engine.device import DeviceRunner
 from tlt_engine.engine.hidden import Kept
 from tlt_engine.speculation.hidden import HiddenRows
 
@@ -194,6 +195,23 @@ def test_a_drafter_and_a_recorder_take_what_each_needs(where: str) -> None:
         engine.generate(PROMPTS, PARAMS)
         assert len(recorder.done) == len(PROMPTS) and engine.stats()["accepted_tokens"] > 0
         check(recorder)
+        if where == "device":  # and neither keeps the other from it
+            assert engine.stats()["graphs"]["drafting"]["steps"] > engine.stats()["steps"] // 2
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_rows_that_the_pass_behind_has_overwritten_are_seen(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps ahead, plain ones or drafted on the device: without the copy a recorder gets the next pass's rows."""
+    model = random_drafter(tiny_target(**MODEL), window=6, aux_layers=(2,)) if drafts else None
+    spec = SpeculationConfig(method="learned" if drafts else "off", profile=Profile(3, 3, 8), min_chance=0.0)
+    for sabotaged in (False, True):
+        if sabotaged:
+            monkeypatch.setattr(DeviceRunner, "_keep_hidden", lambda *args: None)
+        with emulation():
+            recorder = Recorder()
+            engine_with(recorder, drafter=model, speculation=spec).generate(PROMPTS, PARAMS)
+        with pytest.raises(AssertionError) if sabotaged else nullcontext():
+            check(recorder)
 
 
 def test_capture_ends_with_the_last_recorder() -> None:

@@ -117,21 +117,19 @@ class EngineCore:
     def _launch_ahead(self, current: Pass) -> Pass | None:
         """The plain step after `current`, if that is what schedule() would come to: the same samples, no drafts, and
         none known to end but by its tokens. What a sample that ends meanwhile then computes is thrown away: it wrote
-        behind its own keys, on a page that nobody else can have been given before that pass. Not while somebody
-        records hidden states, which it overwrites; a drafter's own are stored on the device."""
+        behind its own keys, on a page that nobody else can have been given before that pass."""
         samples = current.samples
         if self._drafts(current):
             return self._launch_drafted(current)
         if not self._steady or not all(self._rides(current)):
-            return None
-        if self.runner.capture and (self._consumers.recorded or not self.runner.stores_hidden):
             return None
         if all(s.end <= length + 1 for s, length in zip(samples, current.lengths)):
             return None
         sequences = [s.seq for s in samples]
         if not self.scheduler.look_ahead((seq, 2) for seq in sequences):
             return None
-        flight = self.runner.launch_ahead(current.flight, sequences)
+        keep = self._consumers.recorded or not self.runner.stores_hidden
+        flight = self.runner.launch_ahead(current.flight, sequences, keep)
         if flight is None:
             return None
         return replace(current, lengths=[n + 1 for n in current.lengths], flight=flight)
@@ -139,10 +137,9 @@ class EngineCore:
     def _launch_drafted(self, current: Pass) -> Pass | None:
         """The verification after `current`, of trees that the device drafts from the tokens of `current`, if that is
         what schedule() and the drafter would come to. What a sample that ends meanwhile computes is thrown away, as in
-        a plain step ahead; its lane is its own until then. Lengths are known once `current` has been committed. Not
-        while somebody records hidden states, which it overwrites; the drafter's own are taken on the device."""
+        a plain step ahead; its lane is its own until then. Lengths are known once `current` has been committed."""
         samples = current.samples
-        if not (self._steady and current.whole and current.flight.draftable) or self._consumers.recorded:
+        if not (self._steady and current.whole and current.flight.draftable):
             return None
         if not all(self._rides(current)) or not all(s.seq.speculate and s.forced is None for s in samples):
             return None
@@ -152,7 +149,7 @@ class EngineCore:
         decodes = current.batch.decodes
         if not self.scheduler.look_ahead((d.seq, min(columns, d.seq.room) + d.max_nodes) for d in decodes):
             return None
-        flight = self.runner.launch_drafted(current.flight, samples)
+        flight = self.runner.launch_drafted(current.flight, samples, self._consumers.recorded)
         return None if flight is None else replace(current, trees=[], lengths=[], flight=flight)
 
     def _drafts(self, current: Pass) -> bool:
@@ -177,7 +174,7 @@ class EngineCore:
             self.scheduler.extend(current.batch.decodes, taken.tokens)
             if taken.passed is not None:
                 nodes = [len(tree) for tree in current.trees]
-                self._hand_out_hidden(current, taken.passed, [True] * len(nodes), [], nodes)
+                self._hand_out_hidden(current, taken.passed, [True] * len(nodes), [], nodes, stored=False)
             contexts = self._contexts(current.batch.decodes, current.samples)
             self._observe(contexts, taken.accepted)
             if not taken.ended:
@@ -231,12 +228,14 @@ class EngineCore:
             for decode, sample, shape, emitted, rode in rows if rode
         ]
         going_on = [sample for sample, stop in stops if stop is None]
+        stored = self._ahead is not None and self.runner.stores_hidden
         if drafted_behind:
             self._follow_drafts(going_on)
-        elif self._ahead is not None and self.runner.capture:
+        elif stored:
             self._follow_stored(going_on)
-        elif result.hidden:
-            self._hand_out_hidden(current, result.passed, rides, firsts, [shape.nodes for shape in shapes])
+        if result.hidden:
+            nodes = [shape.nodes for shape in shapes]
+            self._hand_out_hidden(current, result.passed, rides, firsts, nodes, stored)
         for sample, stop in stops:
             if stop is not None:
                 self.end(sample, stop)
@@ -263,15 +262,16 @@ class EngineCore:
                 self.drafter.stored(sample.seq.seq_id, sample.seq.kv_len)
 
     def _hand_out_hidden(
-        self, current: Pass, passed: PassHidden, rides: list[bool], firsts: list[int], nodes: list[int]
+        self, current: Pass, passed: PassHidden, rides: list[bool], firsts: list[int], nodes: list[int], stored: bool
     ) -> None:
-        """The samples have their new tokens by now. firsts: where each chunk began. nodes: of each tree."""
+        """The samples have their new tokens by now. firsts: where each chunk began. nodes: of each tree. stored: the
+        drafter's have been taken on the device, by the pass behind this one."""
         decodes = [
             Kept(s, rows, length - 1, len(s.seq.token_ids) - length if rode else 0)
             for s, rows, length, rode in zip(current.samples, nodes, current.lengths, rides)
         ]
         chunks = [(c, first, self.samples[c.seq.seq_id]) for c, first in zip(current.batch.chunks, firsts)]
-        self._consumers.take(hidden_rows(passed, decodes, chunks))
+        self._consumers.take(hidden_rows(passed, decodes, chunks), stored)
 
     def target_changed(self, recomputed: bool) -> None:
         """New weights, of self.version. recomputed: live samples start over."""

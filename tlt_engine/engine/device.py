@@ -90,7 +90,7 @@ class DeviceFlight:
     done: torch.cuda.Event
     prompt_logits: list[tuple[Chunk, Tensor]]
     repeatable: bool
-    hidden: dict[int, Tensor]
+    hidden: dict[int, Tensor]  # none where the pass behind has overwritten them
 
     @property
     def by_ids(self) -> bool:
@@ -156,7 +156,8 @@ class DeviceRunner(ModelRunner):
             )
             self._capturer = Capturer(self.device)
             self._graphs = GraphCache(buckets, self._capture, graph_bytes)
-        self._hidden: dict[int, Tensor] = {}  # where the graphs leave what is captured
+        self._captured = self._kept = torch.empty(0, device=self.device)  # [layers, rows, hidden]; see _keep_hidden
+        self._hidden: dict[int, Tensor] = {}  # its layers: where the graphs leave what is captured
         self._stream: torch.cuda.Stream | None = None
         self._latest: DeviceFlight | None = None  # whose inputs are still what the device holds
         self._drafting: DeviceDrafting | None = None
@@ -177,13 +178,15 @@ class DeviceRunner(ModelRunner):
         super().set_capture(layers)
         self.release_graphs()
         rows = self._logits.shape[0] if self._graphs is not None else 0
-        shape = (rows, self.model.config.hidden_size)
-        self._hidden = {i: torch.empty(shape, dtype=self.model.dtype, device=self.device) for i in layers}
+        shape = (len(layers), rows, self.model.config.hidden_size)
+        self._captured = torch.empty(shape, dtype=self.model.dtype, device=self.device)
+        self._kept = self._captured[:0]
+        self._hidden = dict(zip(layers, self._captured))
 
     @property
     def buffer_bytes(self) -> int:
         logits = self._logits.nbytes if self._graphs is not None else 0
-        hidden = sum(states.nbytes for states in self._hidden.values())
+        hidden = self._captured.nbytes + self._kept.nbytes
         drafting = 0 if self._drafting is None else self._drafting.bytes
         runs = self._staging.bytes + self._results.bytes + self._pass.bytes
         return self.buffers.bytes + runs + logits + hidden + drafting
@@ -284,7 +287,7 @@ class DeviceRunner(ModelRunner):
         return self._draw(layout, None, draw, out, prompt_logits, False)
 
     @torch.inference_mode()
-    def launch_ahead(self, flight: Flight, sequences: Seq[Sequence]) -> Flight | None:
+    def launch_ahead(self, flight: Flight, sequences: Seq[Sequence], keep_hidden: bool) -> Flight | None:
         if not isinstance(flight, DeviceFlight) or flight is not self._latest or not flight.repeatable:
             return None
         with torch.cuda.device(self.device):
@@ -304,6 +307,7 @@ class DeviceRunner(ModelRunner):
             cuda.advance(flight.walk, d["prefix_lens"][:rows], d["token_ids"][:rows])
             if drafting is not None:
                 drafting.store(d["prefix_lens"][:rows], self._hidden)
+            self._keep_hidden(flight, rows, keep_hidden)
             cuda.step_inputs(
                 d["node_indptr"], d["depths"], d["prefix_lens"], d["page_table"], page=self.page_size,
                 pad_slot=self._dummy_page * self.page_size, positions=d["positions"], draws=d["draws"],
@@ -314,7 +318,7 @@ class DeviceRunner(ModelRunner):
             return self._draw(layout, flight.key, draw, out, [], True)
 
     @torch.inference_mode()
-    def launch_drafted(self, flight: Flight, samples: Seq[Sample]) -> Flight | None:
+    def launch_drafted(self, flight: Flight, samples: Seq[Sample], keep_hidden: bool) -> Flight | None:
         drafting = self._drafting
         assert drafting is not None and self._graphs is not None and isinstance(flight, DeviceFlight)
         if flight is not self._latest:
@@ -336,6 +340,7 @@ class DeviceRunner(ModelRunner):
                 return None
             self._refresh_pages(layout, draw, [s.seq for s in samples])
             drafting.step(graphs, key, layout, flight.walk, self._hidden)
+            self._keep_hidden(flight, key.rows, keep_hidden)
             graph.replay()
             temperature = RowParams(layout.frame.device["temperature"][:rows])
             draw = replace(draw, nodes=(), params=temperature, lanes=None, drafted=True)
@@ -361,6 +366,18 @@ class DeviceRunner(ModelRunner):
         done = self._results.fetch(frame)
         self._latest = DeviceFlight(layout, key, draw, frame, walk, done, prompt_logits, repeatable, out.hidden)
         return self._latest
+
+    def _keep_hidden(self, flight: DeviceFlight, rows: int, keep: bool) -> None:
+        """Before the replay that overwrites them. One copy on the device, 4 us of the largest step at 7B; it holds
+        until the next one, which comes behind all that reads it."""
+        if not keep:
+            flight.hidden = {}
+        elif flight.hidden:
+            if not len(self._kept):
+                with torch.inference_mode(False):  # RolloutEngine.sleep empties and fills it
+                    self._kept = torch.empty_like(self._captured)
+            self._kept[:, :rows].copy_(self._captured[:, :rows])
+            flight.hidden = {i: states[:rows] for i, states in zip(self._hidden, self._kept)}
 
     # ---------------------------------------------------------------- inputs
 
@@ -482,7 +499,7 @@ class DeviceRunner(ModelRunner):
 
     def graph_buffers(self) -> list[Tensor]:
         """Where graphs leave their results. Addresses are in the graphs: release those first."""
-        return [*([self._logits] if self._graphs is not None else []), *self._hidden.values()]
+        return [*([self._logits] if self._graphs is not None else []), self._captured, self._kept]
 
     def graph_report(self) -> dict[str, Any] | None:
         if self._graphs is None:

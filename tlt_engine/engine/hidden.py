@@ -82,9 +82,10 @@ class HiddenConsumers:
         if recorder in self._recorders:
             self._recorders.remove(recorder)
 
-    def take(self, rows: HiddenRows) -> None:
+    def take(self, rows: HiddenRows, stored: bool) -> None:
+        """stored: the device has given the drafter its own already."""
         if rows.runs:
-            for consumer in self._all:
+            for consumer in self._recorders if stored else self._all:
                 consumer.take(rows)
 
     def fork(self, forks: Iterable[Fork], samples: Mapping[int, Sample]) -> None:

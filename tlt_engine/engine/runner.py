@@ -142,9 +142,11 @@ class ModelRunner:
         """trees[i] and samples[i] belong to batch.decodes[i]."""
         return Landed(self.run(batch, trees, samples))
 
-    def launch_ahead(self, flight: Flight, sequences: Seq[Sequence]) -> Flight | None:
+    def launch_ahead(self, flight: Flight, sequences: Seq[Sequence], keep_hidden: bool) -> Flight | None:
         """The plain step after `flight`, which may still be running, for the same sequences in the same order, each
-        with a page for one more slot. None where the step cannot be launched without the tokens of `flight`."""
+        with a page for one more slot. keep_hidden: the hidden states of `flight` stay readable until the launch after
+        this one; otherwise its result has none. None where the step cannot be launched without the tokens of `flight`.
+        """
         return None
 
     def draft_on_device(self, drafter: EagleDrafter) -> None:
@@ -152,14 +154,14 @@ class ModelRunner:
 
     @property
     def stores_hidden(self) -> bool:
-        """Whether launch_ahead and launch_drafted take the drafter's hidden states of the pass in front, which they
-        overwrite, on the device."""
+        """Whether launch_ahead and launch_drafted take the drafter's hidden states of the pass in front on the device.
+        """
         return False
 
-    def launch_drafted(self, flight: Flight, samples: Seq[Sample]) -> Flight | None:
+    def launch_drafted(self, flight: Flight, samples: Seq[Sample], keep_hidden: bool) -> Flight | None:
         """The verification after `flight`, which is draftable and may still be running, for the same samples, of trees
-        that the device drafts from its tokens; each sample has pages for the most that this can write. None where the
-        host must draft."""
+        that the device drafts from its tokens; each sample has pages for the most that this can write. keep_hidden: as
+        launch_ahead's. None where the host must draft."""
         return None
 
     def take(self, flight: Flight) -> Taken:
