@@ -136,7 +136,7 @@ class Bench:
             trainer.save(writer)  # allocates the snapshot
             writer.wait()
             stalls, writes = [], []
-            for i in range(3):
+            for i in range(2):
                 stalls.append(trainer.save(writer) * 1e3)
                 writer.wait()
                 begin = time.perf_counter()
