@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import islice
 
 from tlt_engine.speculation.drafter import DraftContext
 from tlt_engine.speculation.tree import DraftTree
@@ -103,9 +104,9 @@ class ReplayDrafter(RecordingDrafter):
     def _wrong(self, right: int, count: int, *words: int) -> list[int]:
         """`count` different ids, none of them `right`, from the ids that occur (so all lie in the
         vocabulary)."""
-        start = hashed(self.seed, *words) % len(self.alphabet)
-        turned = self.alphabet[start:] + self.alphabet[:start]
-        return [t for t in turned if t != right][:count]
+        start, size = hashed(self.seed, *words) % len(self.alphabet), len(self.alphabet)
+        turned = (self.alphabet[(start + i) % size] for i in range(size))  # not a copy: it may hold 100,000
+        return list(islice((t for t in turned if t != right), count))
 
     def tree(self, context: DraftContext) -> DraftTree:
         tokens, parents, parent = [context.token_ids[-1]], [-1], 0
