@@ -44,6 +44,9 @@ __global__ void __launch_bounds__(128 * WM, WM == 1 ? 2 : 1)
       const int end = recent ? work.low + 1 : min(work.border, (split + 1) * kSplitKeys);
       const int most = recent ? kRecentStream / kCellKeys : kStreamKeys / kCellKeys;
       const int count = max(0, min(most, (end - begin + kCellKeys - 1) / kCellKeys));
+      // Teams of several warps meet as often as the longest stream has cells: racecheck loses count otherwise.
+      const int first_begin = recent ? work.border : split * kSplitKeys;
+      const int rounds = WM == 1 ? count : min(most, (end - first_begin + kCellKeys - 1) / kCellKeys);
       int slots[2] = {};
       if (recent) {
 #pragma unroll
@@ -91,11 +94,12 @@ __global__ void __launch_bounds__(128 * WM, WM == 1 ? 2 : 1)
       Stream<D, MT> state;
       state.clear();
       const int open = s.window > 0 ? 0 : recent ? work.low + 1 : work.low;  // keys below it need no mask
-      for (int i = 0; i < count; ++i) {
+      for (int i = 0; i < rounds; ++i) {
         wait_copies<STAGES - 2>();
         sync_group<kTeam>(wk);  // the cell is there for all, and all have left the cell before it
         load_cell(i + STAGES - 1);
         commit_copies();
+        if (WM > 1 && i >= count) continue;
         const int key = begin + i * kCellKeys;
         fold_cell<T, D, MT>(state, q, team_ring + i % STAGES * kCellSize, lane, l.scale_log2, key + kCellKeys > open,
                             [&](int m, int h, int x) { return key + x < limit[m][h] && key + x >= from[m][h]; });

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -181,14 +181,14 @@ def errors_of(log: str) -> int:
     return sum(map(int, found)) if found and RAN in log else -1
 
 
-def run_all(out: Path, seconds: float) -> int:
+def run_all(out: Path, seconds: float, parts: Sequence[str] = tuple(PARTS)) -> int:
     from bench.results import record
 
     # Each tensor an allocation of its own, so that memcheck sees its borders.
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     running = {}
     for tool in TOOLS:
-        for part in PARTS:
+        for part in parts:
             log = out / f"{tool}_{part}.log"
             command = [
                 "compute-sanitizer", "--tool", tool, "--print-limit", "20", sys.executable, "-m", "tests.gpu.sanitize",
@@ -217,6 +217,7 @@ def main() -> int:
     parser.add_argument("--part", choices=list(PARTS), help="run this part in this process, under whatever watches it")
     parser.add_argument("--out", type=Path, help="run all parts under both tools; folder for logs and records")
     parser.add_argument("--seconds", type=float, default=110, help="after which what still runs is ended")
+    parser.add_argument("--only", default=",".join(PARTS), help="which parts, with --out")
     args = parser.parse_args()
     if args.part:
         PARTS[args.part]()
@@ -225,7 +226,7 @@ def main() -> int:
         return 0
     if args.out is None:
         parser.error("expected --out DIR or --part NAME, got neither")
-    return 1 if run_all(args.out, args.seconds) else 0
+    return 1 if run_all(args.out, args.seconds, args.only.split(",")) else 0
 
 
 if __name__ == "__main__":
