@@ -93,16 +93,24 @@ def read(folder: Path, mode: str, drafter: str, seed: int) -> Run:
 # ---------------------------------------------------------------- questions
 
 
-def write_questions(file: Path, train: int, test: int) -> None:
+def write_questions(file: Path, entries: int) -> None:
+    """The task's own mix, in which one-digit questions come again and again; every fifth distinct question is held out
+    with all its repetitions."""
     from reasoning_gym import create_dataset
 
-    dataset = create_dataset("products", size=4 * (train + test), seed=0, min_terms=2, max_terms=2, min_digits=1,
-                             max_digits=2)
-    distinct = list({entry["question"]: entry["answer"] for entry in dataset}.items())
-    random.Random(0).shuffle(distinct)
-    if len(distinct) < train + test:
-        raise ValueError(f"products: expected {train + test} distinct questions, got {len(distinct)}; ask for fewer")
-    file.write_text(json.dumps({"train": distinct[:train], "test": distinct[train : train + test]}))
+    dataset = create_dataset("products", size=entries, seed=0, min_terms=2, max_terms=2, min_digits=1, max_digits=2)
+    pairs = [(entry["question"], entry["answer"]) for entry in dataset]
+    distinct = list(dict.fromkeys(question for question, _ in pairs))
+    test = set(random.Random(0).sample(distinct, len(distinct) // 5))
+    parts = {"train": [p for p in pairs if p[0] not in test], "test": [p for p in pairs if p[0] in test]}
+    file.write_text(json.dumps(parts))
+    print({name: (len(part), len(set(map(tuple, part)))) for name, part in parts.items()}, "entries, distinct")
+
+
+def drawn(train: Questions, count: int, seed: int, step: int) -> Questions:
+    """Distinct within a step: noise is a function of the question's seed."""
+    order = random.Random(derive_seed(seed, step, "questions")).sample(train, len(train))
+    return list(dict(map(tuple, order)).items())[:count]
 
 
 def rewards_of(asked: Questions, outputs: Sequence[RequestOutput]) -> torch.Tensor:
@@ -186,7 +194,7 @@ def run(args: argparse.Namespace, mode: str, drafter: str, seed: int) -> Run:
     engine, adaptive = build(args, mode, drafter, seed)
     if adaptive is not None and args.warm_s > 0:
         warm_up(args, engine, adaptive, asked["train"])
-    result.held_out.append(held_out(args, engine, asked["test"]))
+    result.held_out.append(held_out(args, engine, asked["test"], seed))
     deadline = time.perf_counter() + args.limit_s
     for step in range(args.steps):
         if time.perf_counter() > deadline:
@@ -197,7 +205,7 @@ def run(args: argparse.Namespace, mode: str, drafter: str, seed: int) -> Run:
         print(f"{result.name} step {step}: reward {last['reward']:.3f}, {last['tokens']} tokens, longest "
               f"{last['longest']}, accept length {last['accept_length']:.2f}, "
               + ", ".join(f"{k} {v:.2f}" for k, v in last["seconds"].items()), flush=True)
-    result.held_out.append(held_out(args, engine, asked["test"]))
+    result.held_out.append(held_out(args, engine, asked["test"], seed + 1000))
     result.write(args.to)
     print(f"{result.name}: held out {result.held_out}, {torch.cuda.max_memory_allocated() / 1e9:.1f} GB", flush=True)
     return result
@@ -232,14 +240,15 @@ def params_of(args: argparse.Namespace, seed: int, step: int, asked: Questions) 
 
 def warm_up(args: argparse.Namespace, engine: RolloutEngine, adaptive: AdaptiveDrafter, train: Questions) -> None:
     """The drafter learns the policy of step 0, so that "frozen" is a drafter and not noise."""
-    asked = train[: 4 * args.prompts]
+    asked = drawn(train, args.prompts, 0, -1)
     engine.generate([chat(q) for q, _ in asked], params_of(args, 0, -1, asked), speculate=False)
     print(adaptive.train_drafter(args.warm_s), flush=True)
 
 
-def held_out(args: argparse.Namespace, engine: RolloutEngine, test: Questions) -> float:
-    params = SamplingParams(max_tokens=args.max_tokens, seed=0)
-    return rewards_of(test, engine.generate([chat(q) for q, _ in test], params)).mean().item()
+def held_out(args: argparse.Namespace, engine: RolloutEngine, test: Questions, seed: int) -> float:
+    asked = test[: args.test_questions]
+    params = [SamplingParams(max_tokens=args.max_tokens, seed=derive_seed(seed, -2, i)) for i in range(len(asked))]
+    return rewards_of(asked, engine.generate([chat(q) for q, _ in asked], params)).mean().item()
 
 
 def one_step(
@@ -247,7 +256,7 @@ def one_step(
     train: Questions,
 ) -> dict[str, Any]:
     seed, step, seconds = result.seed, len(result.steps), {}
-    asked = random.Random(derive_seed(seed, step, "questions")).sample(train, args.prompts)
+    asked = drawn(train, args.prompts, seed, step)
     prompts, params = [chat(q) for q, _ in asked], params_of(args, seed, step, asked)
     before, clock = engine.spec_counts, now()
     outputs = engine.generate(prompts, params)
@@ -394,12 +403,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="no step begins later than that")
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--train-questions", type=int, default=1024)
+    parser.add_argument("--entries", type=int, default=4096, help="of `questions`")
     parser.add_argument("--test-questions", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=512)
-    parser.add_argument("--learning-rate", type=float, default=5e-6)
-    parser.add_argument("--micro-tokens", type=int, default=16_384)
-    parser.add_argument("--kv-mb", type=int, default=4096)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--micro-tokens", type=int, default=4096)
+    parser.add_argument("--kv-mb", type=int, default=2048)
     parser.add_argument("--profile", type=int, nargs=3, default=(5, 4, 16), metavar=("D", "K", "V"))
     parser.add_argument("--warm-s", type=float, default=5.0, help="seconds of the drafter's training before step 0")
     parser.add_argument("--drafter-budget", type=float, default=0.3, help="seconds of its training a step")
@@ -409,7 +418,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     listed = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(listed)
     if args.what == "questions":
-        write_questions(args.file, args.train_questions, args.test_questions)
+        write_questions(args.file, args.entries)
         return
     args.to.mkdir(parents=True, exist_ok=True)
     args.source = source_of(args.model)

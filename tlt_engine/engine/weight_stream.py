@@ -44,6 +44,7 @@ class WeightStream:
         self._failed = True
         items = pieces.items() if hasattr(pieces, "items") else pieces
         self._weights.copy(self._checked(items))
+        self._weights.wait()
         self._failed = False
 
     def finish(self) -> None:

@@ -42,7 +42,7 @@ class Transformer:
     ) -> None:
         self.config = config
         self.dtype = dtype
-        self.device = torch.empty(0, device=device).device  # "cuda" resolved to the GPU it means, as tensors say it
+        self.device = torch.empty((0,), device=device).device  # "cuda" resolved to the GPU it means, as tensors say it
         self.max_model_len = max_model_len or config.context_limit
         config.check_length(self.max_model_len)
         if config.rope.rotary_dim > config.head_dim:  # the ops are called unchecked and would write past a head
