@@ -17,6 +17,7 @@ from tlt_engine import SamplingParams
 from tlt_engine.models.eagle import EagleModel
 from tlt_engine.models.loader import load_model
 from tlt_engine.training.buffer import HiddenStateBuffer
+from tlt_engine.training.captured import CapturedGradients
 from tlt_engine.training.checkpoint import CheckpointWriter, read_checkpoint
 from tlt_engine.training.loss import LossConfig, Objective
 from tlt_engine.training.packing import PackedRows, pack_pieces
@@ -98,6 +99,33 @@ def test_loss_and_gradients_are_the_cpus(drafter: dict[str, Any]) -> None:
 @pytest.mark.parametrize("shape", [*SHAPES, (300, 49152)], ids=str)
 def test_the_fused_loss_is_the_definition(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert faults(*shape, dtype, "cuda", "triton") == []
+
+
+@pytest.mark.parametrize("drafter", [{"window": 30}, {"vocabulary": range(0, 64, 3), "window": 8}])
+def test_a_captured_micro_step_has_the_gradients_of_an_eager_one(drafter: dict[str, Any]) -> None:
+    """Over batches of several sizes, and after the drafter's weights have changed in place and moved."""
+    model, buffer = drafter_on(DEVICE, **drafter)
+    parameters = list(model.parameters())
+    objective = Objective(model, LossConfig(steps=4))
+    fast = CapturedGradients(objective, parameters, 128)
+    graphs = []
+    for i, rows in enumerate((128, 120, 128, 117, 128)):
+        if i == 2:
+            with torch.no_grad():
+                parameters[0].mul_(1.5)
+        if i == 4:
+            parameters[1].data = parameters[1].data.clone()
+        with buffer.draw(rows, str(i), EVERYTHING) as pieces:
+            batch = pack_pieces(buffer, pieces, DEVICE)[0]
+        assert fast.fits(batch)
+        loss, sums, grads = fast(batch)
+        graphs.append(fast._graph)
+        wanted, figures = objective(batch)
+        torch.testing.assert_close(loss, wanted.detach())
+        assert torch.equal(sums.rows, figures.rows)
+        for ours, theirs in zip(grads, torch.autograd.grad(wanted, parameters)):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert graphs[0] is graphs[3] is not graphs[4]
 
 
 def test_bf16_learns_on_fp32_masters_beside_checkpoints(tmp_path: Path) -> None:

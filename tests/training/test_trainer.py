@@ -14,11 +14,12 @@ from torch import Tensor
 from tests.training.drafters import filled_buffer, random_texts, tiny_drafter, tiny_target
 from tlt_engine.models.eagle import EagleConfig, EagleModel
 from tlt_engine.models.transformer import Transformer
+from tlt_engine.training import captured
 from tlt_engine.training import trainer as trainer_module
 from tlt_engine.training.buffer import HiddenStateBuffer
 from tlt_engine.training.checkpoint import CheckpointWriter
 from tlt_engine.training.loss import LossConfig, Teacher
-from tlt_engine.training.packing import pack_pieces
+from tlt_engine.training.packing import PackedRows, pack_pieces
 from tlt_engine.training.trainer import DrafterTrainer, TrainerConfig
 
 TEXTS = random_texts([30, 12, 7, 25, 18, 40, 5, 16])
@@ -105,6 +106,39 @@ def test_the_callers_factor_on_the_learning_rate() -> None:
     assert trainer.step()["lr"] == 0.0 and same(weights(model), before)
     trainer.lr_factor = 0.5
     assert trainer.step()["lr"] == 0.5 * SMALL.lr_at(1) and not same(weights(model), before)
+
+
+def padded_gradients(change: Any = None) -> list[tuple[Tensor, Tensor]]:
+    """(loss and gradients of a batch, the same of the batch padded), after another batch stood in the padded one."""
+    _, model, trainer = setup()
+    batches = []
+    for rows in (60, 47):
+        with trainer.buffer.draw(rows, str(rows)) as pieces:
+            batches.append(pack_pieces(trainer.buffer, pieces, model.device)[0])
+    static = captured.padded(batches[0], 64)
+    captured.fill(static, batches[1])
+    if change is not None:
+        change(static)
+    found = []
+    for packed in (batches[1], static):
+        loss, sums = trainer.objective(packed)
+        found.append([loss.detach(), sums.rows, *torch.autograd.grad(loss, list(trainer._named.values()))])
+    return list(zip(*found))
+
+
+def test_a_padded_batch_has_the_gradients_of_the_batch() -> None:
+    for ours, theirs in padded_gradients():
+        torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-7)
+
+
+def test_sabotage_rows_of_the_batch_before_are_seen() -> None:
+    def spoil(static: PackedRows) -> None:
+        static.usable.fill_(True)
+        static.ends.fill_(63)
+
+    with pytest.raises(AssertionError):
+        for ours, theirs in padded_gradients(spoil):
+            torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-7)
 
 
 def fake_clock(monkeypatch: pytest.MonkeyPatch, trainer: DrafterTrainer, seconds: float) -> None:

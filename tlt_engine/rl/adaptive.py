@@ -201,6 +201,7 @@ class AdaptiveDrafter:
         """The engine's call behind the one above."""
         with self._slice:
             if self._asleep is None:
+                self._trainer.release_graph()
                 asleep = Storages(self._trainer.tensors())
                 asleep.offload(keep=True)
                 self._asleep = asleep

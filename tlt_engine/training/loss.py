@@ -88,6 +88,7 @@ class Objective:
         self.model, self.config = model, config or LossConfig()
         length = model.config.max_position_embeddings + self.config.steps
         self._cos, self._sin = rope_tables(model.config.rope, length, model.device)
+        self._weights = torch.tensor(self.config.weights(), device=model.device)
 
     def unroll(self, packed: PackedRows) -> list[Tensor]:
         """Outputs [R, H] before the final norm of steps 0 .. S - 1. Row r of step s is the draft of depth s behind
@@ -120,8 +121,7 @@ class Objective:
         this batch's own, pass those of all micro-steps together to accumulate over several. Without a trained row the
         loss is 0 and so are its gradients."""
         counts = self.counts(packed) if counts is None else counts
-        weights = torch.tensor(self.config.weights(), device=counts.device)
-        scales = torch.where(counts > 0, weights / counts.clamp_min(1), 0.0)
+        scales = torch.where(counts > 0, self._weights / counts.clamp_min(1), 0.0)
         outs = self.unroll(packed)
         states = torch.stack([self.model.final(out) for out in outs])
         teacher = Teacher.of(self.model)

@@ -79,11 +79,10 @@ def pack_pieces(
     buffer behind the call."""
     rows = [piece.rows for piece in pieces]
     states = torch.empty(sum(rows), buffer.width, dtype=buffer.dtype, device=device)
-    finite = []
     for piece, block in zip(pieces, states.split(rows)):
         buffer.load(piece, block)
-        finite.append(block.isfinite().all())
-    good = torch.stack(finite).tolist()
+    finite = states.isfinite().all(-1).cpu()
+    good = [bool(block.all()) for block in finite.split(rows)]
     for piece, block, fine in zip(pieces, states.split(rows), good):
         if not fine:
             block.zero_()
