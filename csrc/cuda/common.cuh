@@ -66,6 +66,23 @@ __device__ __forceinline__ float exp2_fast(float x) {
 #endif
 }
 
+// Starts a copy of 16 bytes to shared memory; the thread that started it sees them after copies_done().
+__device__ __forceinline__ void start_copy(uint4* to, const uint4* from) {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
+#else
+  *to = *from;
+#endif
+}
+
+__device__ __forceinline__ void copies_done() {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
 // Eight neighbouring logits as they lie in memory: one or two 16-byte loads.
 template <typename T>
 struct Raw8 {

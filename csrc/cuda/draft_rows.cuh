@@ -33,6 +33,7 @@ struct DraftRow {
   Filtered& f;
   typename Filtered::Kept kept;
   bool noise;
+  bool shared;  // several blocks made the slots: 16 columns side by side, where the filtered sampler's are two groups
   float top = negative_infinity<float>();
   float2 sum = make_float2(0.0f, 0.0f);
 
@@ -121,8 +122,8 @@ struct DraftRow {
     for (int slot = threadIdx.x; slot < f.slot_count; slot += kBlock) {
       float reached = negative_infinity<float>();
 #pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
-        each(slot * 2 + half, [&](float x, int, uint32_t bits) {
+      for (int half = 0; half < 2 && f.slots[slot] >= kept.least; ++half) {
+        each(first_group(slot) + 32 * half, [&](float x, int, uint32_t bits) {
           mass += exp2_fast(fmaf(x, f.per_unit, -y_max));
           reached = fmaxf(reached, near(x, bits));
         });
@@ -151,7 +152,8 @@ struct DraftRow {
     const int reaching = static_cast<int>(f.sh.bound);
     if (reaching > kBins) return kList + 1;
     for (int i = threadIdx.x; i < reaching * 16; i += kBlock) {
-      const int column = hot[i / 16] * 16 + i % 16;
+      const int slot = hot[i / 16], at_first = first_group(slot) * 8 + i / 8 % 2 * 256 + i % 8;
+      const int column = shared ? slot * 16 + i % 16 : at_first;
       if (column >= f.columns) continue;
       const float x = logit(column);
       if (!(x > negative_infinity<float>()) || !f.keeps(kept, x, column)) continue;
@@ -221,7 +223,7 @@ __global__ void __launch_bounds__(kBlock, 2) draft_shared_kernel(const __grid_co
                               reinterpret_cast<uintptr_t>(logits) % 16 == 0, columns, slots_of(columns),
                               kLog2e / row.temperature};
   const Cut all{negative_infinity<float>(), columns};
-  DraftRow<T, kMods> draft{a, state, state.kept_by(all), a.noise && !row.greedy};
+  DraftRow<T, kMods> draft{a, state, state.kept_by(all), a.noise && !row.greedy, true};
   for (int s = threadIdx.x / 32 * splits + blockIdx.x; s < draft_strips(columns); s += kBlockWarps * splits) {
     draft.score_strip(s, w);
   }
@@ -259,7 +261,7 @@ __global__ void __launch_bounds__(kBlock, 2) draft_filtered_kernel(const __grid_
   const bool valid = state.scan_all();
   Cut cut{negative_infinity<float>(), columns};
   if (valid && !state.narrow(cut)) cut = state.slow_cut();
-  DraftRow<T, kMods> draft{a, state, state.kept_by(cut), a.noise && !row.greedy};
+  DraftRow<T, kMods> draft{a, state, state.kept_by(cut), a.noise && !row.greedy, false};
   int listed = 0;
   if (valid) {
     draft.score_kept();

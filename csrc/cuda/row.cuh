@@ -240,8 +240,8 @@ __device__ __forceinline__ float bound_of(uint32_t key) {
 }
 
 // One lane reads for all: lanes that read apart might differ, and with them the branches around collectives.
-__device__ __forceinline__ uint32_t read_bound(const uint32_t* shared) {
-  return __shfl_sync(kAll, threadIdx.x % 32 == 0 ? __ldcg(shared) : 0u, 0);
+__device__ __forceinline__ uint32_t read_bound(const volatile uint32_t* shared) {
+  return __shfl_sync(kAll, threadIdx.x % 32 == 0 ? *shared : 0u, 0);
 }
 
 // Raises a bound that warps share and returns it. The bound decides what is skipped, never what comes out.

@@ -21,8 +21,10 @@ constexpr int kSampled = 8;          // one group of 8 logits in so many places 
 constexpr float kListable = 16.0f;   // nuclei of more than so many times the largest mass are not tried as a list
 
 inline __host__ __device__ int slots_of(int columns) { return strips_of(columns) * 64; }
+// The slots; where a wide nucleus needs them no longer, its window: kWide ids, then as many values.
 inline int filter_bytes(int columns) {
-  return max(slots_of(columns) * static_cast<int>(sizeof(float)), kWide * static_cast<int>(sizeof(uint64_t)));
+  return max(slots_of(columns) * static_cast<int>(sizeof(float)),
+             kWide * static_cast<int>(sizeof(int32_t) + sizeof(float)));
 }
 
 // A slot is two groups of 8 ids, 256 ids apart, so that a warp's loads stay side by side.
@@ -45,7 +47,7 @@ struct FilterShared {
   float scratch[kBlockWarps];
   uint32_t scratch_counts[kBlockWarps];
   Best bests[kBlockWarps];
-  unsigned long long fixed;
+  unsigned long long fixed[kBlockWarps];
   int listed, found;
   uint32_t bound;
 };
@@ -435,16 +437,25 @@ struct FilteredRow {
     }
   }
 
-  // One pass of noise over what `kept` keeps; returns the lane's sum of masses. Window: logits in [window, kept.least)
-  // go to wide[], as many as fit, and sh.listed counts them.
-  template <bool kWindow>
-  __device__ __forceinline__ float draw_pass(const Kept& kept, bool use_slots, float window, uint64_t* wide,
-                                             Argmax& argmax) {
-    const float y_max = x_max * per_unit, least = kWindow ? window : kept.least;
+  // Strip s of a drawing pass: `held` its logits, s8 the sums of its groups, logits_of the same logits again.
+  template <typename F>
+  __device__ __forceinline__ void draw_strip(int first, const float (&s8)[kStripGroups], float y_max, Argmax& argmax,
+                                             F&& logits_of) {
+    const float before = fmaxf(argmax.bound, bound_of(read_bound(&sh.bound)));
+    argmax.bound = before;
+    argmax.template strip<kStripGroups>(row, first, s8, per_unit, y_max, logits_of,
+                                        [&](float bound) { return share_bound(&sh.bound, bound); });
+    if (threadIdx.x % 32 == 0 && argmax.bound > before) atomicMax(&sh.bound, ordered_key(argmax.bound));
+  }
+
+  // One pass of noise over what `kept` keeps; returns the lane's sum of masses.
+  __device__ __forceinline__ float draw_pass(const Kept& kept, bool use_slots, Argmax& argmax) {
+    const float y_max = x_max * per_unit;
     float sum = 0.0f;
     for (int s = threadIdx.x / 32; s < strips_of(columns); s += kBlockWarps) {
       const int lane = static_cast<int>(threadIdx.x % 32), first = first_of(s);
-      if (use_slots && !__any_sync(kAll, fmaxf(slots[s * 64 + lane], slots[s * 64 + 32 + lane]) >= least)) continue;
+      const float top = fmaxf(slots[s * 64 + lane], slots[s * 64 + 32 + lane]);
+      if (use_slots && !__any_sync(kAll, top >= kept.least)) continue;
       Held<T> held;
       held.load(logits, first, columns, aligned && (s + 1) * kStrip <= columns);
       float s8[kStripGroups];
@@ -453,48 +464,20 @@ struct FilteredRow {
         float x[8];
         unpack8(held.raw[j], x);
         modify8<kMods>(a, row.row, touched, first + 32 * j, x);
-        if (kWindow) push_window(x, first + 32 * j, window, kept.least, wide);
         drop(kept, first + 32 * j, x);
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[i] = exp2_fast(fmaf(x[i], per_unit, -y_max));
         s8[j] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
       }
       sum += (s8[0] + s8[1]) + (s8[2] + s8[3]);
-      argmax.bound = share_bound(&sh.bound, argmax.bound);
-      argmax.template strip<kStripGroups>(row, first, s8, per_unit, y_max,
-                                          [&](int g, float(&x)[8]) { again(kept, g, x); },
-                                          [&](float bound) { return share_bound(&sh.bound, bound); });
+      draw_strip(first, s8, y_max, argmax, [&](int g, float(&x)[8]) { again(kept, g, x); });
     }
     return sum;
   }
 
-  // Logits of a group in [low, high) join the list, one atomic a warp.
-  __device__ __forceinline__ void push_window(const float (&x)[8], int group, float low, float high, uint64_t* wide) {
-    uint32_t mine = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) mine |= (x[i] >= low && x[i] < high && x[i] > negative_infinity<float>()) ? 1u << i : 0u;
-    if (!__any_sync(kAll, mine != 0)) return;
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    int upto = __popc(mine);
-#pragma unroll
-    for (int offset = 1; offset < 32; offset <<= 1) {
-      const int below = __shfl_up_sync(kAll, upto, offset);
-      if (lane >= offset) upto += below;
-    }
-    int base = 0;
-    if (lane == 31) base = atomicAdd(&sh.listed, upto);
-    int at = __shfl_sync(kAll, base, 31) + upto - __popc(mine);
-    while (mine) {
-      const int i = __ffs(static_cast<int>(mine)) - 1;
-      mine &= mine - 1;
-      if (at < kWide) wide[at] = pack_entry(z_of(pick8(x, i)), group * 8 + i);
-      ++at;
-    }
-  }
-
   __device__ __forceinline__ void start_pass() {
     __syncthreads();
-    if (threadIdx.x == 0) sh.bound = 0, sh.listed = 0, sh.fixed = 0;
+    if (threadIdx.x == 0) sh.bound = 0, sh.listed = 0;
     __syncthreads();
   }
 
@@ -509,24 +492,25 @@ struct FilteredRow {
   __device__ __forceinline__ void draw(Cut cut, bool use_slots) {
     Argmax argmax;
     start_pass();
-    const float sum = draw_pass<false>(kept_by(cut), use_slots, 0.0f, nullptr, argmax);
+    const float sum = draw_pass(kept_by(cut), use_slots, argmax);
     finish(argmax, cut, block_sum(sum, sh.scratch));
   }
 
   // A wide nucleus, top-p alone: sample_nucleus.cuh.
+  struct Window;
   __device__ __forceinline__ bool draw_nucleus();
   __device__ __forceinline__ float2 place_window(float tail);
-  __device__ __forceinline__ bool window_cut(const uint64_t* wide, int listed, float high, float low, float above,
-                                             float need, Cut& cut);
-  __device__ __forceinline__ float block_fixed(unsigned long long mine);
+  __device__ __forceinline__ float window_pass(const Window& window, Argmax& argmax);
+  __device__ __forceinline__ bool window_cut(const Window& window, int listed, float above, float need, Cut& cut);
 
-  // Offers the entries that the cut keeps; add(p) gets their masses.
-  template <typename F>
-  __device__ __forceinline__ void offer_entries(const uint64_t* entries, int n, Cut cut, Argmax& argmax, F&& add) {
+  // Offers n entries, (z, id) by entry(i), where the cut keeps them; add(p) gets their masses.
+  template <typename E, typename F>
+  __device__ __forceinline__ void offer_entries(int n, E&& entry, Cut cut, Argmax& argmax, F&& add) {
     const float most = argmax.scale(x_max * per_unit) * 1.0001f;  // mass() and the bound's p may differ by 1e-6
     for (int i = threadIdx.x; i < n; i += kBlock) {
-      const float z = entry_score(entries[i]);
-      const int id = entry_id(entries[i]);
+      float z;
+      int id;
+      entry(i, z, id);
       if (!cut.keeps(z, id)) continue;
       const float p = mass(z);
       add(p);
@@ -541,7 +525,8 @@ struct FilteredRow {
     Argmax argmax;
     argmax.bound = Argmax::least_of_max(x_max * per_unit);
     float sum = 0.0f;
-    offer_entries(sh.list, kept, cut, argmax, [&](float p) { sum += p; });
+    const auto entry = [&](int i, float& z, int& id) { z = entry_score(sh.list[i]), id = entry_id(sh.list[i]); };
+    offer_entries(kept, entry, cut, argmax, [&](float p) { sum += p; });
     finish(argmax, cut, block_sum(sum, sh.scratch));
   }
 

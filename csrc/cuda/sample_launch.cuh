@@ -20,7 +20,10 @@ inline int splits_of(const SampleArgs& a) {
 template <typename T, bool kMods>
 void launch_rows(const SampleArgs& a, cudaStream_t stream) {
   const int splits = splits_of(a);
-  sample_rows<T, kMods><<<dim3(splits, a.rows), kRowThreads, 0, stream>>>(a, row_workspace(a.workspace, a.rows));
+  const int ahead = kRowWarps * kStrip * static_cast<int>(sizeof(T));
+  check(cudaFuncSetAttribute(sample_rows<T, kMods>, cudaFuncAttributeMaxDynamicSharedMemorySize, ahead),
+        "sample_rows: shared memory");
+  sample_rows<T, kMods><<<dim3(splits, a.rows), kRowThreads, ahead, stream>>>(a, row_workspace(a.workspace, a.rows));
   check_launch("sample_rows");
   if (!a.top_k && !a.top_p && !a.min_p) return;
   const int bytes = filter_bytes(a.vocab);

@@ -7,15 +7,38 @@ namespace tlt::cuda {
 // Sums whose order is not fixed are taken in units of 2^-40: integers add up to the same in any order.
 __device__ __forceinline__ unsigned long long to_fixed(float p) { return static_cast<unsigned long long>(p * 0x1p40f); }
 
-template <typename T, bool kMods>
-__device__ __forceinline__ float FilteredRow<T, kMods>::block_fixed(unsigned long long mine) {
-  __syncthreads();
-  if (threadIdx.x == 0) sh.fixed = 0;
-  __syncthreads();
-  if (mine) atomicAdd(&sh.fixed, mine);
-  __syncthreads();
-  return static_cast<float>(static_cast<double>(sh.fixed) * 0x1p-40);
+__device__ __forceinline__ unsigned long long warp_sum64(unsigned long long x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) {
+    const uint32_t low = __shfl_xor_sync(kAll, static_cast<uint32_t>(x), offset);
+    const uint32_t high = __shfl_xor_sync(kAll, static_cast<uint32_t>(x >> 32), offset);
+    x += static_cast<unsigned long long>(high) << 32 | low;
+  }
+  return x;
 }
+
+// The sum of all threads' parts. A 64-bit atomic in shared memory is a loop of its own for each thread: with one atomic a
+// thread this took a fifth of the nucleus's time.
+__device__ __forceinline__ float block_fixed(unsigned long long mine, unsigned long long (&scratch)[kBlockWarps]) {
+  mine = warp_sum64(mine);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = mine;
+  __syncthreads();
+  unsigned long long total = 0;
+  for (int i = 0; i < kBlockWarps; ++i) total += scratch[i];
+  return static_cast<float>(static_cast<double>(total) * 0x1p-40);
+}
+
+// Logits in [low, high), which may or may not be kept; those above surely are. Their ids as the pass meets them, and
+// their z once it is over. Until then the room for z holds each warp's next strip.
+template <typename T, bool kMods>
+struct FilteredRow<T, kMods>::Window {
+  float high, low;
+  int32_t* ids;  // [kWide]
+  float* z;      // [kWide]
+
+  static constexpr bool kStaged = kBlockWarps * kStrip * sizeof(T) <= kWide * sizeof(float);
+};
 
 // A sample of one logit in 8 says where the cut lies, to 4.5 standard deviations; one pass then draws what is
 // surely kept and lists the few thousand logits in between, among which the exact cut is found. Two reads of the row
@@ -23,21 +46,78 @@ __device__ __forceinline__ float FilteredRow<T, kMods>::block_fixed(unsigned lon
 template <typename T, bool kMods>
 __device__ __forceinline__ bool FilteredRow<T, kMods>::draw_nucleus() {
   const float need = row.top_p * total;
-  const float2 window = place_window(total - need);
-  uint64_t* wide = reinterpret_cast<uint64_t*>(slots);
-  const Kept surely{{0.0f, 0}, window.x, negative_infinity<float>()};
+  const float2 range = place_window(total - need);
+  int32_t* const ids = reinterpret_cast<int32_t*>(slots);
+  const Window window{range.x, range.y, ids, reinterpret_cast<float*>(ids + kWide)};
   Argmax argmax;
   start_pass();
-  const float sum = block_sum(draw_pass<true>(surely, false, window.y, wide, argmax), sh.scratch);
+  const float sum = block_sum(window_pass(window, argmax), sh.scratch);
   const int listed = sh.listed;
   Cut cut{0.0f, 0};
   if (listed == 0 || listed > kWide || !(sum < need)) return false;
-  const float high = z_of(window.x), low = fmaxf(z_of(window.y), z_max - kFar);
-  if (!window_cut(wide, listed, high, low, sum, need, cut)) return false;
+  if (!window_cut(window, listed, sum, need, cut)) return false;
   unsigned long long fixed = 0;
-  offer_entries(wide, listed, cut, argmax, [&](float p) { fixed += to_fixed(p); });
-  finish(argmax, cut, sum + block_fixed(fixed));
+  const auto entry = [&](int i, float& z, int& id) { z = window.z[i], id = ids[i]; };
+  offer_entries(listed, entry, cut, argmax, [&](float p) { fixed += to_fixed(p); });
+  finish(argmax, cut, sum + block_fixed(fixed, sh.fixed));
   return true;
+}
+
+// One pass of noise over the logits above the window; returns the lane's sum of their masses. sh.listed counts the
+// window's, as many ids as fit are listed: a strip's at once, since a list a group took a third of all instructions.
+template <typename T, bool kMods>
+__device__ __forceinline__ float FilteredRow<T, kMods>::window_pass(const Window& window, Argmax& argmax) {
+  const Kept surely{{0.0f, 0}, window.high, negative_infinity<float>()};
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const int strips = strips_of(columns);
+  const float y_max = x_max * per_unit;
+  uint4* const place = reinterpret_cast<uint4*>(window.z) + warp * (kStrip * static_cast<int>(sizeof(T)) / 16) + lane;
+  const auto staged = [&](int s) { return Window::kStaged && aligned && (s + 1) * kStrip <= columns; };
+  float sum = 0.0f;
+  if (warp < strips && staged(warp)) Held<T>::request(logits, first_of(warp), place);
+  for (int s = warp; s < strips; s += kBlockWarps) {
+    const int first = first_of(s), next = s + kBlockWarps;
+    Held<T> held;
+    if (staged(s)) {
+      held.take(place);
+    } else {
+      held.load(logits, first, columns, aligned && (s + 1) * kStrip <= columns);
+    }
+    if (next < strips && staged(next)) Held<T>::request(logits, first_of(next), place);
+    float s8[kStripGroups];
+    uint32_t inside = 0;  // bit 8 j + i: logit i of group j
+#pragma unroll
+    for (int j = 0; j < kStripGroups; ++j) {
+      float x[8];
+      unpack8(held.raw[j], x);
+      modify8<kMods>(a, row.row, touched, first + 32 * j, x);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const bool above = x[i] >= window.high;
+        if (!above && x[i] >= window.low && x[i] > negative_infinity<float>()) inside |= 1u << (8 * j + i);
+        const float p = exp2_fast(fmaf(x[i], per_unit, -y_max));
+        x[i] = above ? p : 0.0f;
+      }
+      s8[j] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+    }
+    sum += (s8[0] + s8[1]) + (s8[2] + s8[3]);
+    const int count = __popc(inside);
+    int upto = count;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset <<= 1) {
+      const int below = __shfl_up_sync(kAll, upto, offset);
+      if (lane >= offset) upto += below;
+    }
+    const int base = __shfl_sync(kAll, lane == 31 ? atomicAdd(&sh.listed, upto) : 0, 31);
+    for (int at = base + upto - count; inside; ++at) {
+      const int bit = __ffs(static_cast<int>(inside)) - 1;
+      inside &= inside - 1;
+      if (at < kWide) window.ids[at] = first * 8 + (bit & 24) * 32 + (bit & 7);
+    }
+    __syncwarp();
+    draw_strip(first, s8, y_max, argmax, [&](int g, float(&x)[8]) { again(surely, g, x); });
+  }
+  return sum;
 }
 
 // Logits x >= .x are kept, x < .y dropped, unless the sample misleads. tail: the mass to drop.
@@ -82,29 +162,35 @@ __device__ __forceinline__ float2 FilteredRow<T, kMods>::place_window(float tail
   return make_float2(x_max - first / per_x, bottom);
 }
 
-// The cut among the listed entries, z in [low, high], `above` being the mass above them. False when it lies at the
-// window's edge, where equal z may stand outside, or too many are equal.
+// The cut among the window's logits, `above` being the mass above them. False when it lies at the window's edge, where
+// equal z may stand outside, or too many are equal.
 template <typename T, bool kMods>
-__device__ __forceinline__ bool FilteredRow<T, kMods>::window_cut(const uint64_t* wide, int listed, float high,
-                                                                  float low, float above, float need, Cut& cut) {
+__device__ __forceinline__ bool FilteredRow<T, kMods>::window_cut(const Window& window, int listed, float above,
+                                                                  float need, Cut& cut) {
+  const float high = z_of(window.high), low = fmaxf(z_of(window.low), z_max - kFar);
   const float per_z = (kBins - 1) / (high - low);
   const auto bin_of = [&](float z) { return static_cast<int>(fminf(fmaxf((high - z) * per_z, 0.0f), kBins - 1.0f)); };
   __syncthreads();
   for (int i = threadIdx.x; i < kBins; i += kBlock) sh.counts[i] = 0;
   __syncthreads();
-  for (int i = threadIdx.x; i < listed; i += kBlock) atomicAdd(&sh.counts[bin_of(entry_score(wide[i]))], 1u);
+  for (int i = threadIdx.x; i < listed; i += kBlock) {
+    const int id = window.ids[i];
+    const float z = z_of(modified_at(a, row.row, *touched, kMods, id, widen(logits[id])));
+    window.z[i] = z;
+    atomicAdd(&sh.counts[bin_of(z)], 1u);
+  }
   const int2 range = nucleus_bins(high, per_z, above, need);
   if (range.x < 1 || range.x >= kBins || range.y >= kBins - 1) return false;
   if (threadIdx.x == 0) sh.listed = 0;
   __syncthreads();
   unsigned long long fixed = 0;
   for (int i = threadIdx.x; i < listed; i += kBlock) {
-    const float z = entry_score(wide[i]);
+    const float z = window.z[i];
     const int bin = bin_of(z);
     if (bin < range.x) fixed += to_fixed(mass(z));
-    if (bin >= range.x && bin <= range.y) push(z, entry_id(wide[i]));
+    if (bin >= range.x && bin <= range.y) push(z, window.ids[i]);
   }
-  const float start = above + block_fixed(fixed);
+  const float start = above + block_fixed(fixed, sh.fixed);
   const int few = sh.listed;
   if (few == 0 || few > kList) return false;
   block_sort(sh.list, few);

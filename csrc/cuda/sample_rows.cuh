@@ -10,9 +10,9 @@ namespace tlt::cuda {
 
 constexpr int kStripGroups = 4;                // groups of 8 logits a lane holds at once, all loaded together
 constexpr int kStrip = 256 * kStripGroups;     // 149 strips for a vocabulary of 151,936
-constexpr int kRowThreads = 256;
+constexpr int kRowThreads = 384;
 constexpr int kRowWarps = kRowThreads / 32;
-constexpr int kRowBlocks = 3;   // a multiprocessor holds: 80 registers a thread
+constexpr int kRowBlocks = 2;   // a multiprocessor holds: 80 registers a thread
 constexpr int kMaxSplits = 32;  // blocks a row at most
 
 inline __host__ __device__ int strips_of(int vocab) { return (vocab + kStrip - 1) / kStrip; }
@@ -52,6 +52,27 @@ struct Held {
       for (int j = 0; j < kStripGroups; ++j) raw[j] = load8(logits, first + 32 * j, n, false);
     }
   }
+
+  // The same of a whole strip by way of shared memory: `place` is the lane's, and asked for and taken by no other.
+  static __device__ __forceinline__ void request(const T* logits, int first, uint4* place) {
+    const uint4* source = reinterpret_cast<const uint4*>(logits + first * 8);
+    constexpr int kQuads = static_cast<int>(sizeof(T) / 2);
+#pragma unroll
+    for (int j = 0; j < kStripGroups; ++j) {
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i) start_copy(place + 32 * (kQuads * j + i), source + 32 * kQuads * j + i);
+    }
+  }
+
+  __device__ __forceinline__ void take(const uint4* place) {
+    constexpr int kQuads = static_cast<int>(sizeof(T) / 2);
+    copies_done();
+#pragma unroll
+    for (int j = 0; j < kStripGroups; ++j) {
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i) raw[j].q[i] = place[32 * (kQuads * j + i)];
+    }
+  }
 };
 
 template <typename T, bool kMods>
@@ -86,10 +107,13 @@ struct StripScan {
 
   static __device__ __forceinline__ float y_of_max(float top, float unit) { return fmaxf(top * unit, -1e37f); }
 
+  static __device__ __forceinline__ int first_of(int s) {
+    return s * (kStrip / 8) + static_cast<int>(threadIdx.x % 32);
+  }
+  __device__ __forceinline__ bool whole(int s) const { return aligned && (s + 1) * kStrip <= a.limit; }
+
   // The lane's logits, processed. True when one is NaN or +inf, where that would not reach the sum by itself.
-  __device__ __forceinline__ bool load(int s, int first, Held<H>& held, StripSum& sums) const {
-    Held<T> raw;
-    raw.load(logits, first, a.vocab, aligned && (s + 1) * kStrip <= a.limit);
+  __device__ __forceinline__ bool process(int s, int first, const Held<T>& raw, Held<H>& held, StripSum& sums) const {
     if (a.raw_logprobs) {
       float s8[kStripGroups];
       sums.raw_max = y_of_max(warp_max(max_raw<false>(raw.raw)), kLog2e);
@@ -141,12 +165,13 @@ struct StripScan {
     argmax.x = top, argmax.id = static_cast<int32_t>(__reduce_min_sync(kAll, lowest));
   }
 
-  __device__ __forceinline__ StripSum strip(int s, Argmax& argmax, uint32_t* shared_bound) const {
-    const int first = s * (kStrip / 8) + static_cast<int>(threadIdx.x % 32);
+  // found: the row's bound on the best score, as far as it is known.
+  __device__ __forceinline__ StripSum strip(int s, const Held<T>& raw, Argmax& argmax, uint32_t found,
+                                            uint32_t* shared_bound) const {
+    const int first = first_of(s);
     StripSum sums{0.0f, 0.0f, 0.0f, 0.0f};
     Held<H> held;
-    const bool bad = load(s, first, held, sums);
-    const uint32_t found = read_bound(shared_bound);  // behind the loads: it comes with them
+    const bool bad = process(s, first, raw, held, sums);
     const float top = warp_max(max_raw<false>(held.raw));
     sums.y_max = y_of_max(top, per_unit);
     float s8[kStripGroups];
@@ -236,8 +261,12 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks) sample_rows(const __g
   if (row.filtered()) return;  // sample_filtered draws it
   __shared__ Touched touched;
   __shared__ Best warp_bests[kRowWarps];
+  __shared__ uint32_t block_bound;
   __shared__ bool last;
+  extern __shared__ uint4 ahead[];  // a strip a warp
+  if (threadIdx.x == 0) block_bound = 0;
   if constexpr (kMods) fill_touched(a, r, touched);
+  __syncthreads();
 
   const T* logits = static_cast<const T*>(a.logits) + r * a.row_stride;
   const float per_unit = row.greedy ? kLog2e : kLog2e / row.temperature;
@@ -245,10 +274,24 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks) sample_rows(const __g
   const StripScan<T, kMods> scan{a, row, &touched, logits, aligned, per_unit};
   const int warp = threadIdx.x / 32, strips = strips_of(a.vocab), stride = splits * kRowWarps;
   // The bound is shared by all warps of the row, through memory that nothing but speed depends on.
-  uint32_t* const shared_bound = a.arrived + a.rows + r;
+  uint32_t* const shared_bound = splits > 1 ? a.arrived + a.rows + r : &block_bound;
+  uint4* const place = ahead + warp * (kStrip * static_cast<int>(sizeof(T)) / 16) + threadIdx.x % 32;
+  const auto request = [&](int s) {
+    if (s < strips && scan.whole(s)) Held<T>::request(logits, scan.first_of(s), place);
+  };
   Argmax argmax;
-  for (int s = warp * splits + blockIdx.x; s < strips; s += stride) {
-    const StripSum sum = scan.strip(s, argmax, shared_bound);
+  int s = warp * splits + blockIdx.x;
+  request(s);
+  for (; s < strips; s += stride) {
+    const uint32_t found = read_bound(shared_bound);
+    Held<T> raw;
+    if (scan.whole(s)) {
+      raw.take(place);
+    } else {
+      raw.load(logits, scan.first_of(s), a.vocab, false);
+    }
+    request(s + stride);
+    const StripSum sum = scan.strip(s, raw, argmax, found, shared_bound);
     if (threadIdx.x % 32 == 0) w.strips[static_cast<int64_t>(r) * strips + s] = sum;
   }
   Best mine = row.greedy ? Best{argmax.bound, argmax.id, argmax.x, 0.0f} : warp_best(argmax.best(row));
@@ -261,11 +304,11 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks) sample_rows(const __g
     }
     w.best[static_cast<int64_t>(r) * kMaxSplits + blockIdx.x] = best;
   }
-  __threadfence();  // the strips and the best are visible before the arrival is
+  if (splits > 1) __threadfence();  // the strips and the best are visible before the arrival is
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = atomicAdd(a.arrived + r, 1u) == static_cast<unsigned>(splits) - 1u;
-    if (last) a.arrived[r] = 0, *shared_bound = 0;  // ready for the next call, a graph's replay included
+    last = splits == 1 || atomicAdd(a.arrived + r, 1u) == static_cast<unsigned>(splits) - 1u;
+    if (last && splits > 1) a.arrived[r] = 0, *shared_bound = 0;  // ready for the next call, a graph's replay included
   }
   __syncthreads();
   if (last && warp == 0) {
