@@ -52,6 +52,7 @@ from tlt_engine.rl.adaptive import AdaptiveConfig, AdaptiveDrafter
 from tlt_engine.training.trainer import TrainerConfig
 
 COMMAND = "python -m bench.grpo"
+MODEL = "SmolLM2-135M-Instruct Q4_1, dequantised"
 GROUP = 8
 PHASES = ("rollout", "train", "update", "drafter")
 COMPARED = 64  # samples generated again without speculation
@@ -322,7 +323,7 @@ def side_by_side(argv: Sequence[str], runs: Sequence[tuple[str, str, int]]) -> N
 class Results:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._where = {"model": "SmolLM2-135M-Instruct Q4_1, dequantised", "task": "products, 1 to 2 digits",
+        self._where = {"model": MODEL, "task": "products, 1 to 2 digits",
                        "prompts": args.prompts, "group": GROUP, "max_tokens": args.max_tokens, "dtype": args.dtype}
 
     def keep(self, metric: str, value: float, unit: str, params: dict[str, Any], **more: Any) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from bench.grpo import source_of
+from bench.grpo import MODEL, source_of
 from bench.results import record
 from tlt_engine import EngineConfig, Profile, RolloutEngine, SamplingParams, SpeculationConfig
 from tlt_engine.cli.tasks import chat
@@ -180,6 +181,7 @@ def _cycles(other: Any, cycles: int, empty: int) -> tuple[list[float], list[floa
 def logprob(out: Path | None, args: argparse.Namespace) -> None:
     from tests.drafters import ReplayDrafter
 
+    begin = time.perf_counter()
     source = source_of(args.model)
     weights = load_model(source, device=args.device)
     reference = RolloutEngine(weights, EngineConfig(device=args.device, speculation=OFF))
@@ -196,16 +198,20 @@ def logprob(out: Path | None, args: argparse.Namespace) -> None:
     drafter = ReplayDrafter(known, error_rate=0.2, depth=6, shape="tree", width=2)
     drafted = RolloutEngine(loaded, drafting, drafter=drafter).generate(asked, params)
     found = {}
+    print(f"{time.perf_counter() - begin:.0f} s: decoded", flush=True)
     for name, outputs in (("off", plain), ("on", drafted)):
         found[name] = errors(outputs, reference)
-        where = {"model": args.model, "dtype": args.dtype, "speculation": name, "tokens": len(found[name])}
+        where = {"model": MODEL, "dtype": args.dtype, "speculation": name, "tokens": len(found[name])}
         keep(out, "logprob.p95", quantile(found[name]), "nats", where)
         keep(out, "logprob.max", float(found[name].max()), "nats", where)
-    where = {"model": args.model, "dtype": args.dtype, "tokens": len(found["on"])}
+    where = {"model": MODEL, "dtype": args.dtype, "tokens": len(found["on"])}
     keep(out, "logprob.error_ratio", quantile(found["on"]) / quantile(found["off"]), "", where | {"stat": "p95"})
     keep(out, "logprob.error_ratio", float(found["on"].max() / found["off"].max()), "", where | {"stat": "max"})
-    keep(out, "logprob.trend", trend(loaded, weights, reference, config, asked[:8], args.updates), "nats an update",
-         {"model": args.model, "dtype": args.dtype, "updates": args.updates, "stat": "p95"}, runs=args.updates)
+    print(f"{time.perf_counter() - begin:.0f} s: compared", flush=True)
+    slope, sigma = trend(loaded, weights, reference, config, asked[:8], args.updates)
+    keep(out, "logprob.trend", slope, "nats an update", where | {"updates": args.updates, "stat": "p95"},
+         runs=args.updates, spread=[slope - 2 * sigma, slope + 2 * sigma])
+    print(f"{time.perf_counter() - begin:.0f} s: updated", flush=True)
 
 
 def errors(outputs: Sequence[Any], reference: RolloutEngine) -> torch.Tensor:
@@ -225,8 +231,8 @@ def quantile(values: torch.Tensor, q: float = 0.95) -> float:
 def trend(
     loaded: LoadedModel, weights: LoadedModel, reference: RolloutEngine, config: EngineConfig, asked: Sequence[Any],
     updates: int,
-) -> float:
-    """Slope of the p95 over updates that move every weight by a thousandth of its spread."""
+) -> tuple[float, float]:
+    """Slope of the p95 over updates that move every weight by a thousandth of its spread, and its standard error."""
     engine = RolloutEngine(loaded, config)
     generator = torch.Generator(engine.model.device).manual_seed(0)
     state = {n: t.clone() for n, t in weights.model.named_weights()}
@@ -240,7 +246,9 @@ def trend(
         params = [SamplingParams(max_tokens=64, seed=1000 * step + i, ignore_eos=True, detokenize=False)
                   for i in range(len(asked))]
         found.append(quantile(errors(engine.generate(asked, params), reference)))
-    return float(torch.tensor([[1.0, i] for i in range(updates)]).pinverse()[1] @ torch.tensor(found))
+    fit = statistics.linear_regression(range(updates), found)
+    rest = sum((y - fit.intercept - fit.slope * x) ** 2 for x, y in enumerate(found))
+    return fit.slope, math.sqrt(rest / max(updates - 2, 1) / ((updates**3 - updates) / 12))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
