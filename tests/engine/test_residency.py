@@ -106,20 +106,42 @@ def test_weights_discarded_under_a_stream_are_not_finished_by_the_rest_of_it(beg
     assert tokens(engine.generate(PROMPTS, PARAMS)) == plain_outputs(PROMPTS, PARAMS, model_seed=9)
 
 
+@pytest.mark.parametrize("chunk", [1000, 4096, 1 << 28])
+def test_the_hosts_copy_is_one_row_of_chunks(monkeypatch, chunk):
+    """Storages of odd sizes, across the chunks' borders and several chunks long; one that is empty."""
+    monkeypatch.setattr(sleep_module, "CHUNK", chunk)
+    sizes = (1, 511, 512, 513, 999, 1000, 1001, 5000, 0)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in sizes]
+    expected, storages = [t.clone() for t in tensors], Storages([*tensors, tensors[3][5:]])
+    for _ in range(2):
+        storages.offload(keep=True)
+        assert all(t.untyped_storage().nbytes() == 0 for t in tensors)
+        storages.restore()
+        assert all(torch.equal(a, b) for a, b in zip(tensors, expected))
+    if chunk == 1000:
+        monkeypatch.setattr(sleep_module, "ALIGNED", 1)  # what overlaps must show
+        monkeypatch.setattr(Storages, "_places", lambda self: iter([0] * len(sizes)))
+        storages.offload(keep=True)
+        storages.restore()
+        assert not all(torch.equal(a, b) for a, b in zip(tensors, expected))
+
+
 # ---------------------------------------------------------------- failures half-way
 
 
 def test_no_host_memory_while_falling_asleep_loses_nothing(monkeypatch):
     engine = tiny_engine()
-    copies = []
+    taken = []
 
-    def full(flat):
-        if len(copies) == 5:
+    def full(size, pinned):
+        if len(taken) == 5:
             raise RuntimeError("cudaHostAlloc: out of memory")
-        copies.append(flat)
-        return flat.clone()
+        taken.append(size)
+        return torch.empty(size, dtype=torch.uint8)
 
-    monkeypatch.setattr(sleep_module, "_host_copy", full)
+    monkeypatch.setattr(sleep_module, "CHUNK", 4096)
+    monkeypatch.setattr(sleep_module, "_host_memory", full)
     for i, p in enumerate(PROMPTS):
         engine.add_request(p, PARAMS, request_id=str(i))
     for _ in range(4):
