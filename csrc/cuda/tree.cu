@@ -5,9 +5,8 @@
 namespace tlt::cuda {
 namespace {
 
-constexpr int kTreeThreads = 512;  // a thread a candidate, up to so many
+constexpr int kTreeThreads = 512;  // a thread a candidate, up to so many; at least one a node
 constexpr int kTreeWarps = kTreeThreads / 32;
-constexpr int kPackThreads = kMaxNodes;
 
 struct Node {
   int jump;           // an ancestor, further up each round; -1 above the root
@@ -35,7 +34,7 @@ __device__ __forceinline__ void write_ancestry(const Node& node, int64_t row, in
   ancestors[row * 2 + 1] = static_cast<int64_t>(node.words[1]);
 }
 
-__global__ void __launch_bounds__(kPackThreads) pack_kernel(const int32_t* parents, const int32_t* node_indptr,
+__global__ void __launch_bounds__(kMaxNodes) pack_kernel(const int32_t* parents, const int32_t* node_indptr,
                                                             int32_t* depths, int64_t* ancestors) {
   __shared__ Node nodes[kMaxNodes];
   const int begin = node_indptr[blockIdx.x], n = min(node_indptr[blockIdx.x + 1] - begin, kMaxNodes);
@@ -71,36 +70,39 @@ struct Selection {
   }
 
   static constexpr int bytes(int widest) { return widest * (8 + 4 * 4); }
+  static int threads(int widest) { return min(max((widest + 31) / 32 * 32, kMaxNodes), kTreeThreads); }
 
   __device__ __forceinline__ bool live(int i) const { return i < n && stand[i] == i; }
 
   template <typename F>
   __device__ __forceinline__ void each(F&& f) const {
-    for (int i = threadIdx.x; i < n; i += kTreeThreads) f(i);
+    for (int i = threadIdx.x; i < n; i += blockDim.x) f(i);
   }
 
   // How many candidates f(i) holds for. Every thread gets it.
   template <typename F>
   __device__ __forceinline__ int count(F&& f) const {
     int total = 0;
-    for (int base = 0; base < n; base += kTreeThreads) {
+    for (int base = 0; base < n; base += blockDim.x) {
       const int i = base + static_cast<int>(threadIdx.x);
       total += __syncthreads_count(i < n && f(i));
     }
     return total;
   }
 
+  __device__ __forceinline__ uint32_t token_hash(int i) const {
+    return static_cast<uint32_t>(c.tokens[i]) * 0x9E3779B1u + static_cast<uint32_t>(c.tokens[i] >> 32);
+  }
+
   // The place in the table where all candidates with i's parent and token meet; it holds the first of them.
-  __device__ __forceinline__ int32_t insert(int i) const {
-    const int64_t token = c.tokens[i];
-    uint32_t hash = static_cast<uint32_t>(token) * 0x9E3779B1u + static_cast<uint32_t>(token >> 32) +
-                    static_cast<uint32_t>(parent[i]) * 0x85EBCA6Bu;
+  __device__ __forceinline__ int32_t insert(int i, uint32_t hash) const {
+    hash += static_cast<uint32_t>(parent[i]) * 0x85EBCA6Bu;
     hash = (hash ^ hash >> 15) * 0x2C1B3C6Du;
     const uint32_t size = 2 * n, mine = i;
     for (uint32_t at = __umulhi(hash, size);; at = at + 1 == size ? 0 : at + 1) {
       const uint32_t there = atomicCAS(&table[at], kAll, mine);
       if (there == kAll) return at;
-      if (parent[there] != parent[i] || c.tokens[there] != token) continue;
+      if (parent[there] != parent[i] || c.tokens[there] != c.tokens[i]) continue;
       atomicMin(&table[at], mine);
       return at;
     }
@@ -109,18 +111,23 @@ struct Selection {
   // Siblings with one token become one: stand[i] is the first of them, parent[i] the stand-in of i's parent, key[stand]
   // the best of their scores. Stand-ins settle level by level, one round each; one is enough where no two are alike.
   __device__ __forceinline__ void merge_siblings() const {
-    each([&](int i) { stand[i] = i, parent[i] = -1, key[i] = ordered_key(c.scores[i]); });
+    each([&](int i) {  // all reads of memory at once
+      parent[i] = i == 0 ? -1 : c.parents[i];
+      place[i] = token_hash(i);
+      key[i] = ordered_key(c.scores[i]);
+      stand[i] = i, table[i] = table[n + i] = kAll;
+    });
     __syncthreads();
     for (int round = 0; round <= n; ++round) {
-      bool moved = round == 0;
-      each([&](int i) {
+      bool moved = false;
+      if (round > 0) each([&](int i) {
         const int above = i == 0 ? -1 : stand[c.parents[i]];
         moved |= above != parent[i];
         parent[i] = above;
         table[i] = table[n + i] = kAll;
       });
-      if (!__syncthreads_or(moved)) break;
-      each([&](int i) { if (i > 0) place[i] = insert(i); });
+      if (round > 0 && !__syncthreads_or(moved)) break;
+      each([&](int i) { if (i > 0) place[i] = insert(i, round == 0 ? place[i] : token_hash(i)); });
       __syncthreads();
       bool alike = false;
       each([&](int i) {
@@ -135,12 +142,14 @@ struct Selection {
     __syncthreads();
   }
 
-  // The `wanted`-th largest key of the live ones, bit by bit.
-  __device__ __forceinline__ uint32_t kth_key(int wanted) const {
+  // A key that just `wanted` of the live ones reach; where equal ones leave none, the `wanted`-th largest. Bit by bit.
+  __device__ __forceinline__ uint32_t least_key(int wanted) const {
     uint32_t found = 0;
     for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
       const uint32_t higher = found | bit;
-      if (count([&](int i) { return stand[i] == i && key[i] >= higher; }) >= wanted) found = higher;
+      const int reaching = count([&](int i) { return stand[i] == i && key[i] >= higher; });
+      if (reaching >= wanted) found = higher;
+      if (reaching == wanted) break;
     }
     return found;
   }
@@ -163,7 +172,7 @@ struct Selection {
       best = warp_max64(best);
       if (threadIdx.x % 32 == 0) winners[taken % 2][threadIdx.x / 32] = best;
       __syncthreads();  // one is enough: the next round writes the other half
-      for (int w = 0; w < kTreeWarps; ++w) best = max(best, winners[taken % 2][w]);
+      for (int w = 0; w < static_cast<int>(blockDim.x / 32); ++w) best = max(best, winners[taken % 2][w]);
       winner = static_cast<int>(kAll - static_cast<uint32_t>(best));
     }
     each([&](int i) { key[i] = i == winner || open[i] == ~0ull ? kAll : 0u; });
@@ -174,7 +183,7 @@ struct Selection {
   // becomes a kept candidate's node, node_of[node] its candidate.
   __device__ __forceinline__ void number(uint32_t least, int ties, int32_t* node_of, int2 (&sums)[kTreeWarps]) const {
     int above = 0, equal = 0;
-    for (int base = 0; base < n; base += kTreeThreads) {
+    for (int base = 0; base < n; base += blockDim.x) {
       const int i = base + static_cast<int>(threadIdx.x);
       const unsigned lower = (1u << threadIdx.x % 32) - 1u;
       const bool larger = live(i) && key[i] > least, same = live(i) && key[i] == least;
@@ -182,7 +191,7 @@ struct Selection {
       if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = make_int2(__popc(larger_bits), __popc(same_bits));
       __syncthreads();
       int here = above + __popc(larger_bits & lower), alike = equal + __popc(same_bits & lower);
-      for (int w = 0; w < kTreeWarps; ++w) {
+      for (int w = 0; w < static_cast<int>(blockDim.x / 32); ++w) {
         if (w < static_cast<int>(threadIdx.x / 32)) here += sums[w].x, alike += sums[w].y;
         above += sums[w].x, equal += sums[w].y;
       }
@@ -214,7 +223,7 @@ __device__ __forceinline__ unsigned long long take_ticket(const Queue& queue, in
 __device__ __forceinline__ int rows_before(const Queue& queue, unsigned long long launch, int b, int* total) {
   if (threadIdx.x == 0) *total = 0;
   __syncthreads();
-  for (int j = threadIdx.x; j < b; j += kTreeThreads) {
+  for (int j = threadIdx.x; j < b; j += blockDim.x) {
     unsigned long long size;
     do size = *const_cast<volatile unsigned long long*>(queue.sizes + j);
     while (size / kLaunch != launch + 1);
@@ -240,9 +249,10 @@ __global__ void __launch_bounds__(kTreeThreads) select_kernel(const Candidates a
   __syncthreads();
   const unsigned long long launch = ticket / kLaunch;
   const int b = static_cast<int>(ticket % kLaunch), begin = cand_indptr[b], n = cand_indptr[b + 1] - begin;
+  const int budget = max(min(budgets[b], kMaxNodes), 1);
   const Selection tree({all.tokens + begin, all.parents + begin, all.scores + begin}, n, memory);
   tree.merge_siblings();
-  const int wanted = min(max(min(budgets[b], kMaxNodes), 1), tree.count([&](int at) { return tree.live(at); }));
+  const int wanted = min(budget, tree.count([&](int at) { return tree.live(at); }));
   if (i == 0 && b + 1 < batch) atomicExch(queue.sizes + b, (launch + 1) * kLaunch + wanted);
   if (n > 0 && i == 0) tree.key[0] = kAll;  // the root, whatever its score
   __syncthreads();
@@ -251,7 +261,7 @@ __global__ void __launch_bounds__(kTreeThreads) select_kernel(const Candidates a
   if (tree.count([&](int at) { return at > 0 && tree.live(at) && tree.key[at] > tree.key[tree.parent[at]]; }) > 0) {
     tree.grow(wanted, winners);
   } else if (wanted > 0) {
-    least = tree.kth_key(wanted);
+    least = tree.least_key(wanted);
     ties = wanted - tree.count([&](int at) { return tree.live(at) && tree.key[at] > least; });
   }
   tree.number(least, ties, node_of, sums);
@@ -303,7 +313,7 @@ __global__ void verify_kernel(const int64_t* sampled, const int64_t* tokens, con
 void pack_trees(const int32_t* parents, const int32_t* node_indptr, int32_t batch, int32_t* depths, int64_t* ancestors,
                 uint64_t stream) {
   if (batch == 0) return;
-  pack_kernel<<<batch, kPackThreads, 0, as_stream(stream)>>>(parents, node_indptr, depths, ancestors);
+  pack_kernel<<<batch, kMaxNodes, 0, as_stream(stream)>>>(parents, node_indptr, depths, ancestors);
   check_launch("pack_trees");
 }
 
@@ -315,10 +325,10 @@ void tree_from_candidates(const int64_t* tokens, const int32_t* parents, const f
   if (batch == 0) return;
   const Candidates all{tokens, parents, scores};
   unsigned long long* const words = static_cast<unsigned long long*>(workspace);
-  const int bytes = Selection::bytes(widest);
+  const int bytes = Selection::bytes(widest), threads = Selection::threads(widest);
   check(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "tree_from_candidates: shared memory for the candidates of one tree");
-  select_kernel<<<batch, kTreeThreads, bytes, as_stream(stream)>>>(all, cand_indptr, budgets, {words, words + 1}, out);
+  select_kernel<<<batch, threads, bytes, as_stream(stream)>>>(all, cand_indptr, budgets, {words, words + 1}, out);
   check_launch("tree_from_candidates");
 }
 

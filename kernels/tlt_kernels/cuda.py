@@ -172,6 +172,16 @@ def pack_trees(tokens: Tensor, parents: Tensor, node_indptr: Tensor) -> PackedTr
     return PackedTrees(tokens, parents, depths, ancestors, node_indptr)
 
 
+def _zero_trees(rows: int, batch: int, device: torch.device) -> PackedTrees:
+    """Views of one tensor: one launch fills it."""
+    words = torch.zeros(4 * rows + batch // 2 + 1, dtype=torch.int64, device=device)
+    halves = words[3 * rows :].view(torch.int32)
+    return PackedTrees(
+        words[:rows], halves[:rows], halves[rows : 2 * rows], words[rows : 3 * rows].view(rows, 2),
+        halves[2 * rows : 2 * rows + batch + 1],
+    )
+
+
 def tree_from_candidates(
     tokens: Tensor, parents: Tensor, scores: Tensor, cand_indptr: Tensor, budgets: Tensor, *, rows: int, widest: int,
     out: PackedTrees | None = None,
@@ -183,11 +193,7 @@ def tree_from_candidates(
     batch, device = len(budgets), tokens.device
     if not 1 <= widest <= 8000:
         raise ValueError(f"widest: expected 1 to 8000 candidates in a tree, got {widest}; propose fewer")
-    out = out or PackedTrees(
-        torch.zeros(rows, dtype=torch.int64, device=device), torch.zeros(rows, dtype=torch.int32, device=device),
-        torch.zeros(rows, dtype=torch.int32, device=device), torch.zeros(rows, 2, dtype=torch.int64, device=device),
-        torch.zeros(batch + 1, dtype=torch.int32, device=device),
-    )
+    out = out or _zero_trees(rows, batch, device)
     workspace = _scratch_of(device).get("tree", extension().cuda_tree_workspace(batch), device)
     extension().cuda_tree_from_candidates(
         tokens.data_ptr(), parents.data_ptr(), scores.data_ptr(), cand_indptr.data_ptr(), budgets.data_ptr(), batch,
