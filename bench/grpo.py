@@ -56,6 +56,7 @@ MODEL = "SmolLM2-135M-Instruct Q4_1, dequantised"
 GROUP = 8
 PHASES = ("rollout", "train", "update", "drafter")
 COMPARED = 64  # samples generated again without speculation
+CAPTURE = 0.25  # of the samples are recorded for the drafter: more than it can train on in its budget
 NEAR = 0.1  # nats between the two best scores: what bf16 passes of different row counts may turn round
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 97.5 %, by number of seeds
 Questions = list[tuple[str, str]]  # question, answer
@@ -225,7 +226,7 @@ def build(
                              batch_invariant=mode == "invariant" and args.device != "cpu"),  # fp32 on a CPU is so
         drafter=None if off else fresh(loaded, seed),
     )
-    return engine, None if off else AdaptiveDrafter(engine, AdaptiveConfig(trainer=TrainerConfig(lr=1e-3)))
+    return engine, None if off else AdaptiveDrafter(engine, AdaptiveConfig(capture=CAPTURE, trainer=TrainerConfig(lr=1e-3)))
 
 
 def fresh(loaded: LoadedModel, seed: int) -> EagleModel:
