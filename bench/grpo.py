@@ -226,7 +226,8 @@ def build(
                              batch_invariant=mode == "invariant" and args.device != "cpu"),  # fp32 on a CPU is so
         drafter=None if off else fresh(loaded, seed),
     )
-    return engine, None if off else AdaptiveDrafter(engine, AdaptiveConfig(capture=CAPTURE, trainer=TrainerConfig(lr=1e-3)))
+    adaptive = AdaptiveConfig(capture=CAPTURE, trainer=TrainerConfig(lr=1e-3))
+    return engine, None if off else AdaptiveDrafter(engine, adaptive)
 
 
 def fresh(loaded: LoadedModel, seed: int) -> EagleModel:
