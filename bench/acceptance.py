@@ -83,6 +83,18 @@ class Measured:
     tokens: int
     ids: list[list[int]]
 
+    @property
+    def told(self) -> str:
+        by_depth, by_position = ([round(x, 3) for x in self.per_position],
+                                 {k: round(x, 2) for k, x in self.by_position.items()})
+        return (f"pooled {self.pooled:.3f}, mean {self.mean:.3f}, by depth {by_depth}, by position {by_position}, "
+                f"in loops {self.in_loops:.2f} ({self.loop_share:.0%} of passes), outside {self.outside_loops:.2f}")
+
+    def kinds(self) -> dict[str, float]:
+        """What is recorded, by name."""
+        return {"pooled": self.pooled, "mean": self.mean, "outside_loops": self.outside_loops, **self.by_position,
+                **({"in_loops": self.in_loops} if self.loop_share else {})}
+
 
 def measure(
     loaded: LoadedModel, drafter: EagleModel | None, prompts: Sequence[Any], mode: str, profile: Profile,
@@ -157,12 +169,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
                 where = {"temperature": temperature, "mode": mode, "D": profile.depth, "K": profile.top_k,
                          "V": profile.verify, "task": args.task, "model": args.model, "dtype": args.dtype}
-                print(f"T={temperature} {text} {mode}: pooled {m.pooled:.3f}, mean {m.mean:.3f}, "
-                      f"by depth {[round(x, 3) for x in m.per_position]}, by position {m.by_position}, "
-                      f"in loops {m.in_loops:.2f} ({m.loop_share:.0%} of passes), outside {m.outside_loops:.2f}",
-                      flush=True)
-                for kind, value in (("pooled", m.pooled), ("mean", m.mean), ("in_loops", m.in_loops),
-                                    ("outside_loops", m.outside_loops)):
+                print(f"T={temperature} {text} {mode}: {m.told}", flush=True)
+                for kind, value in m.kinds().items():
                     record("drafter", "accept_length", value, "tokens a pass", where | {"kind": kind},
                            command=command, runs=1, folder=args.out)
             if {"topk", "shared"} <= found.keys():

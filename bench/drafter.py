@@ -15,6 +15,7 @@ and test questions disjoint by their text. train writes the drafter to DIR/draft
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
@@ -34,6 +35,10 @@ from tlt_engine.cli.train_drafter import Settings, draw, train
 from tlt_engine.models import load_model
 from tlt_engine.models.eagle import EagleConfig, EagleModel
 from tlt_engine.models.loader import LoadedModel
+from tlt_engine.rl.adaptive import AdaptiveConfig
+from tlt_engine.training.loss import LossConfig
+from tlt_engine.training.records import DrawPolicy
+from tlt_engine.training.trainer import TrainerConfig
 
 COMMAND = "python -m bench.drafter"
 TASKS: dict[str, dict[str, int]] = {
@@ -42,12 +47,15 @@ TASKS: dict[str, dict[str, int]] = {
     "gsm_symbolic": {},
 }
 LOST, WON_BACK_S = 0.4, 60.0  # accept length a shift must cost; seconds of training to win it back
+NEVER = 10**9  # large batches decode faster without speculation
 
 
 def keep(
-    out: Path | None, part: str, metric: str, value: float, unit: str, params: dict[str, Any], **more: Any
+    out: Path | None, part: str, metric: str, value: float, unit: str, params: dict[str, Any], quiet: bool = False,
+    **more: Any,
 ) -> None:
-    print(f"{metric} {params}: {value:.5g} {unit}", flush=True)
+    if not quiet:
+        print(f"{metric} {params}: {value:.5g} {unit}", flush=True)
     record("drafter", metric, value, unit, params, command=f"{COMMAND} {part}", folder=out, **more)
 
 
@@ -88,19 +96,38 @@ def part_questions(args: argparse.Namespace, out: Path | None) -> None:
     print(counts)
 
 
-def engine_for(loaded: LoadedModel, drafter: EagleModel, profile: str, batch: int) -> RolloutEngine:
+def engine_for(loaded: LoadedModel, drafter: EagleModel, args: argparse.Namespace) -> RolloutEngine:
     model = loaded.model
-    spec = SpeculationConfig(method="learned", profile=profile_of(profile), min_chance=0.0)
+    spec = SpeculationConfig(method="learned", profile=profile_of(args.profiles.split(",")[0]), min_chance=0.0)
+    tokens = args.batch * min(args.max_tokens + 256, loaded.config.context_limit)
     return RolloutEngine(
         loaded, EngineConfig(dtype=str(model.dtype).removeprefix("torch."), device=model.device.type,
-                             max_num_seqs=batch, speculation=spec), drafter=drafter,
+                             max_num_seqs=args.batch, num_pages=tokens // 16, max_num_batched_tokens=8192,
+                             speculation=spec), drafter=drafter,
     )
 
 
-def fresh(loaded: LoadedModel, seed: int, draft_vocab: int | None = None) -> EagleModel:
-    model = EagleModel(EagleConfig.for_target(loaded.config, draft_vocab_size=draft_vocab), dtype=loaded.model.dtype,
-                       device=loaded.model.device)
+def settings_of(args: argparse.Namespace, minutes: float, seed: int) -> Settings:
+    return Settings(
+        minutes=minutes, batch=args.round // args.n, n=args.n, temperature=1.0, max_tokens=args.max_tokens,
+        profile=profile_of(args.profiles.split(",")[0]), draft_vocab=None, learning_rate=args.learning_rate,
+        train_share=args.train_share, seed=seed,
+    )
+
+
+def config_of(args: argparse.Namespace, learning_rate: float, seed: int) -> AdaptiveConfig:
+    """Swaps at the end of each piece of training only: no rollout runs meanwhile."""
+    loss = LossConfig(steps=args.unroll, decay=args.decay, chunk_elements=2**27)
+    trainer = TrainerConfig(lr=learning_rate, micro_rows=args.micro_rows, loss=loss, seed=seed,
+                            draw=DrawPolicy(max_age=0, long_share=0.0))
+    return AdaptiveConfig(trainer=trainer, slice_ms=1000.0, buffer_bytes=args.buffer_gib * 2**30, publish_every=10**9)
+
+
+def fresh(loaded: LoadedModel, seed: int, **shape: Any) -> EagleModel:
+    model = EagleModel(EagleConfig.for_target(loaded.config, **shape), dtype=loaded.model.dtype,
+                       device=loaded.model.device).bind(loaded.model)
     model.initialise(torch.Generator().manual_seed(seed))
+    model.start_from_target()
     return model
 
 
@@ -110,38 +137,53 @@ def fresh(loaded: LoadedModel, seed: int, draft_vocab: int | None = None) -> Eag
 def part_train(args: argparse.Namespace, out: Path | None) -> None:
     loaded = load_model(args.model, dtype=args.dtype, device=args.device)
     asked, test, counts = asked_of(args)
-    drafter = fresh(loaded, args.seed)
-    engine = engine_for(loaded, drafter, "5_4_16", args.batch)
-    settings = Settings(
-        minutes=args.minutes, batch=args.batch // args.n, n=args.n, temperature=1.0, max_tokens=args.max_tokens,
-        profile=profile_of("5_4_16"), draft_vocab=None, learning_rate=args.learning_rate, train_share=args.train_share,
-        seed=args.seed,
-    )
+    shape = {} if args.units is None else {"intermediate_size": args.units}
+    engine = engine_for(loaded, fresh(loaded, args.seed, **shape), args)
+    settings, config = settings_of(args, args.minutes, args.seed), config_of(args, args.learning_rate, args.seed)
     rounds = []
-    for done in train(engine, asked, settings):
+    for done in train(engine, asked, settings, drafting=NEVER, config=config):
         rounds.append(done)
-        print(done, flush=True)
+        told = {n: round(v, 3) for n, v in vars(done).items() if v is not None}
+        print(told, f"{done.tokens / done.rollout_s:.0f} tokens/s", flush=True)
     trained = engine.drafter.model  # type: ignore[union-attr]
     folder = (out or Path("out")) / "drafter"
     from tlt_engine.models.eagle_checkpoint import export_drafter
 
     export_drafter(trained, folder, to="sglang")
-    draw(folder.parent / "drafter.png", rounds)
+    if importlib.util.find_spec("matplotlib") is not None:
+        draw(folder.parent / "drafter.png", rounds)
+    del engine
     where = {"model": args.model, "dtype": args.dtype, "tasks": sorted(TASKS), **counts}
-    keep(out, "train", "train.minutes", rounds[-1].minutes, "min", where | {"steps": rounds[-1].steps})
-    for profile in args.profiles.split(","):
-        found = {}
-        for mode in ("topk", "shared", "merged", "suffix"):
-            m = found[mode] = measure(
-                loaded, trained, test, mode, profile_of(profile), 1.0, n=args.n, max_tokens=args.max_tokens,
-                seed=args.seed + 1, batch=args.batch,
-            )
-            p = profile_of(profile)
-            keep(out, "train", "accept_length", m.pooled, "tokens a pass",
-                 where | {"temperature": 1.0, "mode": mode, "D": p.depth, "K": p.top_k, "V": p.verify})
-            print(f"  by depth {[round(x, 3) for x in m.per_position]}, by position {m.by_position}", flush=True)
-        keep(out, "train", "accept.shared_vs_topk", found["shared"].pooled / found["topk"].pooled, "x",
-             where | {"temperature": 1.0, "V": profile_of(profile).verify})
+    how = {"steps": rounds[-1].steps, "micro_rows": args.micro_rows, "tokens": sum(r.tokens for r in rounds),
+           "rollout_s": round(sum(r.rollout_s for r in rounds), 1), "units": trained.config.intermediate_size}
+    keep(out, "train", "train.minutes", rounds[-1].minutes, "min", where | how)
+    table(args, out, loaded, trained, test, where | {"minutes": round(rounds[-1].minutes, 2)})
+
+
+def table(
+    args: argparse.Namespace, out: Path | None, loaded: LoadedModel, trained: EagleModel, test: Sequence[Any],
+    where: dict[str, Any],
+) -> None:
+    """Accept length on test questions by temperature, profile and mode."""
+    for temperature in (float(t) for t in args.temperatures.split(",")):
+        for profile in (profile_of(p) for p in args.profiles.split(",")):
+            found = {}
+            here = where | {"temperature": temperature, "D": profile.depth, "K": profile.top_k, "V": profile.verify}
+            for mode in args.modes.split(","):
+                begin = time.perf_counter()
+                m = found[mode] = measure(
+                    loaded, trained, test, mode, profile, temperature, n=args.test_n, max_tokens=args.max_tokens,
+                    seed=args.seed + 1, batch=args.test_batch,
+                )
+                print(f"T={temperature} {profile} {mode}: {m.told}, {time.perf_counter() - begin:.1f} s", flush=True)
+                for kind, value in m.kinds().items():
+                    keep(out, "train", "accept_length", value, "tokens a pass", here | {"mode": mode, "kind": kind},
+                         quiet=True)
+                for depth, share in enumerate(m.per_position, 1):
+                    keep(out, "train", "accept.by_depth", share, "share", here | {"mode": mode, "depth": depth},
+                         quiet=True)
+            if {"topk", "shared"} <= found.keys():
+                keep(out, "train", "accept.shared_vs_topk", found["shared"].pooled / found["topk"].pooled, "x", here)
 
 
 # ---------------------------------------------------------------- behind a moving policy
@@ -160,7 +202,7 @@ def part_shift(args: argparse.Namespace, out: Path | None) -> None:
 
         source = str(demo_model())
     asked, test, counts = asked_of(args)
-    profile = profile_of("5_4_16")
+    test = test[:: args.shift_every]
     shares = []
     for seed in range(args.seeds):
         loaded = load_model(source, dtype=args.dtype, device=args.device)
@@ -170,20 +212,18 @@ def part_shift(args: argparse.Namespace, out: Path | None) -> None:
         policy = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(args.device)
         frozen = partial(accept, drafter)
         after = before - _move(policy, AutoTokenizer.from_pretrained(source), loaded, frozen, before, seed)
-        engine = engine_for(loaded, drafter, "5_4_16", args.batch)
-        settings = Settings(
-            minutes=WON_BACK_S / 60, batch=args.batch // args.n, n=args.n, temperature=1.0,
-            max_tokens=args.max_tokens, profile=profile, draft_vocab=None, learning_rate=args.learning_rate,
-            train_share=args.train_share, seed=seed,
-        )
-        for done in train(engine, asked, settings, fresh=False):
-            print(done, flush=True)
+        del policy
+        engine = engine_for(loaded, drafter, args)
+        settings = settings_of(args, args.won_back_s / 60, seed)
+        for done in train(engine, asked, settings, drafting=NEVER, config=config_of(args, args.shift_rate, seed)):
+            print({n: round(v, 3) for n, v in vars(done).items() if v is not None}, flush=True)
         recovered = accept(engine.drafter.model)  # type: ignore[union-attr]
         shares.append((recovered - after) / (before - after))
-        where = {"model": args.model, "seed": seed, **counts}
+        where = {"model": args.model, "seed": seed, "seconds": round(60 * done.minutes, 1), **counts}
         for stage, value in (("before", before), ("frozen", after), ("recovered", recovered)):
             keep(out, "shift", "shift.accept_length", value, "tokens a pass", where | {"stage": stage})
-    where = {"model": args.model, "seeds": args.seeds}
+        print(f"seed {seed}: {shares[-1]:.2f} of the loss won back", flush=True)
+    where = {"model": args.model, "seeds": args.seeds, "seconds": args.won_back_s}
     keep(out, "shift", "shift.recovered_share", statistics.median(shares), "", where,
          spread=[min(shares), max(shares)], runs=args.seeds)
 
@@ -191,15 +231,16 @@ def part_shift(args: argparse.Namespace, out: Path | None) -> None:
 def _accept_length(
     loaded: LoadedModel, test: Sequence[Any], args: argparse.Namespace, seed: int, model: EagleModel
 ) -> float:
-    return measure(loaded, model, test, "shared", profile_of("5_4_16"), 1.0, n=2, max_tokens=args.max_tokens,
-                   seed=args.seed + 7 * seed, batch=args.batch).pooled
+    profile = profile_of(args.profiles.split(",")[0])
+    return measure(loaded, model, test, "shared", profile, 1.0, n=args.test_n, max_tokens=256,
+                   seed=args.seed + 7 * seed, batch=args.test_batch).pooled
 
 
 def _move(policy: Any, tokenizer: Any, loaded: LoadedModel, accept: Any, before: float, seed: int) -> float:
     """Language modelling on the source text of Python's own library, step by step, until it costs the drafter enough.
     Returns how much it lost."""
     text = "\n".join(p.read_text(errors="ignore") for p in sorted(Path(statistics.__file__).parent.glob("[a-m]*.py")))
-    ids = torch.tensor(tokenizer(text[: 2_000_000])["input_ids"])
+    ids = torch.tensor(tokenizer(text[: 1_000_000])["input_ids"])
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-5)
     lost = 0.0
@@ -210,7 +251,7 @@ def _move(policy: Any, tokenizer: Any, loaded: LoadedModel, accept: Any, before:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 10 == 0:
+        if step % 20 == 0:
             loaded.model.load_weights(policy)
             lost = before - accept()
             print(f"  {step} steps of fine-tuning: loss {loss.item():.2f}, accept length lost {lost:.2f}", flush=True)
@@ -242,14 +283,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafter", type=Path)
     parser.add_argument("--questions", type=Path, help="JSON file of questions, as the part `questions` writes it")
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--profiles", default="5_8_32")
-    parser.add_argument("--train-each", type=int, default=400, help="training questions a task")
+    parser.add_argument("--profiles", default="5_8_32", help="the first one is the one that `shift` measures")
+    parser.add_argument("--temperatures", default="1")
+    parser.add_argument("--modes", default="topk,shared,merged,suffix")
+    parser.add_argument("--train-each", type=int, default=1200, help="training questions a task")
     parser.add_argument("--test-each", type=int, default=24, help="test questions a task")
-    parser.add_argument("--batch", type=int, default=128, help="samples at once")
+    parser.add_argument("--round", type=int, default=2048, help="samples of a round")
+    parser.add_argument("--batch", type=int, default=512, help="samples at once")
     parser.add_argument("--n", type=int, default=4, help="samples a prompt")
+    parser.add_argument("--test-n", type=int, default=4)
+    parser.add_argument("--test-batch", type=int, default=96)
     parser.add_argument("--max-tokens", type=int, default=512)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--train-share", type=float, default=2.0)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--train-share", type=float, default=1.5, help="seconds of training a second of rollouts")
+    parser.add_argument("--micro-rows", type=int, default=8192)
+    parser.add_argument("--unroll", type=int, default=5)
+    parser.add_argument("--decay", type=float, default=0.8)
+    parser.add_argument("--units", type=int, help="of the drafter's feed-forward layer (default: the target's)")
+    parser.add_argument("--buffer-gib", type=int, default=12)
+    parser.add_argument("--shift-rate", type=float, default=1e-3, help="learning rate behind the shift")
+    parser.add_argument("--shift-every", type=int, default=2, help="of the test questions, one in so many")
+    parser.add_argument("--won-back-s", type=float, default=WON_BACK_S)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16")

@@ -401,3 +401,49 @@ def test_positions_start_again_with_every_sequence() -> None:
     assert packed.positions.tolist() == [0, 1, 2, 9, 10]
     assert packed.starts.tolist() == [0, 0, 0, 3, 3] and packed.ends.tolist() == [2, 2, 2, 4, 4]
     assert packed.longest == 3 and packed.trained(0).tolist() == [True, True, False, True, False]
+
+
+def as_the_last_layer(target: Transformer, **drafter: Any) -> tuple[Tensor, Tensor]:
+    """(logits of a drafter that started from its target, the target's): without the draws that are left, and reading
+    the input of the target's last layer."""
+    model = tiny_drafter(target, aux_layers=(0, 1, 2), window=None, **drafter)
+    model.start_from_target()
+    with torch.no_grad():
+        model.fc[:, :-32] = 0
+        model.fc[:, -32:] = torch.eye(32)
+        model.qkv[:, :32] = 0
+        model.down[:, target.config.intermediate_size :] = 0
+    packed = packed_texts(target, model, random_texts(LENGTHS))
+    with torch.no_grad():
+        (out,) = Objective(model, LossConfig(steps=1)).unroll(packed)
+        return model.logits(out), Teacher.of(model).normed(packed.last) @ target.weights.head.T
+
+
+def test_a_drafter_that_starts_from_its_target_is_its_last_layer() -> None:
+    target = tiny_target(num_hidden_layers=3)
+    torch.testing.assert_close(*as_the_last_layer(target), rtol=1e-4, atol=1e-4)
+    wider = as_the_last_layer(target, intermediate_size=target.config.intermediate_size + 8)
+    torch.testing.assert_close(*wider, rtol=1e-4, atol=1e-4)
+
+
+def test_sabotage_another_layer_of_the_target_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(num_hidden_layers=3)
+    real = EagleModel.start_from_target
+
+    def first_layer(model: EagleModel) -> None:
+        model.target.weights.layers.reverse()
+        real(model)
+        model.target.weights.layers.reverse()
+
+    monkeypatch.setattr(EagleModel, "start_from_target", first_layer)
+    ours, theirs = as_the_last_layer(target)
+    assert (ours - theirs).abs().max() > 0.01
+
+
+def test_starting_from_the_target_takes_what_fits() -> None:
+    target = tiny_target(**SEVEN)
+    narrow = tiny_drafter(target, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=8)
+    narrow.start_from_target()
+    assert torch.equal(narrow.down, target.weights.layers[-1].down[:, :16])
+    with pytest.raises(ValueError, match="eagle3"):
+        tiny_drafter(target, kind="eagle1").start_from_target()

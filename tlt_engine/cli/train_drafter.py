@@ -20,10 +20,12 @@ from tlt_engine.config import EngineConfig, Profile, SamplingParams, Speculation
 from tlt_engine.rng import derive_seed
 
 if TYPE_CHECKING:
+    import torch
+
     from tlt_engine.engine.engine import RolloutEngine
     from tlt_engine.models.eagle import EagleModel
     from tlt_engine.models.loader import LoadedModel
-    from tlt_engine.rl.adaptive import AdaptiveDrafter
+    from tlt_engine.rl.adaptive import AdaptiveConfig, AdaptiveDrafter
 
 PIECE_S = 2.0  # of training at one learning rate
 COOLEST = 0.02  # of the learning rate, at the end
@@ -48,8 +50,8 @@ class Settings:
 @dataclass(frozen=True)
 class Round:
     """One batch rolled out and trained on. accept_length: tokens a target pass in its rollouts, bonus included; None in
-    the first round of a fresh drafter, which decodes plainly. tokens: emitted in rollout_s seconds; steps: of the
-    optimiser since the beginning."""
+    a round that decodes plainly, as the first one of a fresh drafter does. tokens: emitted in rollout_s seconds;
+    steps: of the optimiser since the beginning."""
 
     minutes: float
     accept_length: float | None
@@ -82,7 +84,7 @@ def run(
     rounds: list[Round] = []
     with _bar() as bar:
         line = bar.add_task("training", total=settings.minutes, note="")
-        for done in train(engine, asked, settings, fresh=start is None):
+        for done in train(engine, asked, settings, drafting=int(start is None)):
             rounds.append(done)
             loss = "" if done.loss is None else f"loss {done.loss:.2f}, "
             length = "" if done.accept_length is None else f"accept length {done.accept_length:.2f}, "
@@ -126,22 +128,28 @@ def parse_profile(text: str) -> Profile:
     return Profile(depth, top_k, verify)
 
 
-def train(
-    engine: RolloutEngine, prompts: Sequence[Any], settings: Settings, *, fresh: bool = True
-) -> Iterator[Round]:
-    """Roll out a batch, train on what was seen of it, and again until the minutes are over; at least one round. The
-    learning rate cools down over the minutes. fresh: the drafter knows nothing yet, and drafts of its first round would
-    only cost time."""
-    from tlt_engine.rl.adaptive import AdaptiveConfig, AdaptiveDrafter
+def default_config(settings: Settings, device: torch.device) -> AdaptiveConfig:
+    from tlt_engine.rl.adaptive import AdaptiveConfig
     from tlt_engine.training.loss import LossConfig
     from tlt_engine.training.trainer import TrainerConfig
 
-    adaptive = AdaptiveDrafter(engine, AdaptiveConfig(
-        trainer=TrainerConfig(
-            lr=settings.learning_rate, seed=settings.seed, loss=LossConfig(steps=settings.profile.depth),
-            micro_rows=4096 if engine.model.device.type == "cuda" else 512,  # about a second on two cores
-        ), slice_ms=200.0,
-    ))
+    trainer = TrainerConfig(
+        lr=settings.learning_rate, seed=settings.seed, loss=LossConfig(steps=settings.profile.depth),
+        micro_rows=4096 if device.type == "cuda" else 512,  # about a second on two cores
+    )
+    return AdaptiveConfig(trainer=trainer, slice_ms=200.0)
+
+
+def train(
+    engine: RolloutEngine, prompts: Sequence[Any], settings: Settings, *, drafting: int = 1,
+    config: AdaptiveConfig | None = None,
+) -> Iterator[Round]:
+    """Roll out a batch, train on what was seen of it, and again until the minutes are over; at least one round. The
+    learning rate cools down over the minutes. drafting: the first round that speculates: 1 for a drafter that knows
+    nothing yet, whose drafts would only cost time."""
+    from tlt_engine.rl.adaptive import AdaptiveDrafter
+
+    adaptive = AdaptiveDrafter(engine, config or default_config(settings, engine.model.device))
     began = time.perf_counter()
     spent = lambda: (time.perf_counter() - began) / (60 * settings.minutes)  # noqa: E731
     number = 0
@@ -156,7 +164,7 @@ def train(
             for i, prompt in enumerate(batch)
         ]
         rolling = time.perf_counter()
-        outputs = engine.generate(batch, params, speculate=number > 0 or not fresh)
+        outputs = engine.generate(batch, params, speculate=number >= drafting)
         rolled = time.perf_counter() - rolling
         reports = list(_train_for(adaptive, settings.train_share * rolled, spent))
         number += 1
@@ -195,9 +203,10 @@ def _starting_drafter(
     shape = EagleConfig.for_target(loaded.config, draft_vocab_size=settings.draft_vocab)
     model = EagleModel(shape, dtype=loaded.model.dtype, device=loaded.model.device)
     model.initialise(torch.Generator().manual_seed(settings.seed))
+    model.bind(loaded.model).start_from_target()
     if settings.draft_vocab is not None:
         model.set_vocabulary(_vocabulary(loaded, prompts[: settings.batch], settings, config))
-        model.bind(loaded.model).copy_head()
+        model.copy_head()
     return model
 
 
@@ -229,7 +238,7 @@ def export(model: str, drafter: Path, out: Path, *, to: str, as_json: bool) -> N
 
 
 def draw(path: Path, rounds: Sequence[Round]) -> None:
-    """Loss and accept length over minutes, one picture. ImportError says how to get matplotlib."""
+    """Loss and accept length (or agreement) over minutes, one picture. ImportError says how to get matplotlib."""
     try:
         import matplotlib
     except ImportError as error:
@@ -243,11 +252,15 @@ def draw(path: Path, rounds: Sequence[Round]) -> None:
         figure = Figure(figsize=(7.5, 4.2), dpi=130, layout="constrained")
         FigureCanvasAgg(figure)
         left = figure.subplots()
-        lengths = [(r.minutes, r.accept_length) for r in rounds if r.accept_length is not None]
-        left.plot(*zip(*lengths), color=SPECULATIVE, linewidth=2, marker="o", markersize=3)
+        points = [(r.minutes, r.accept_length) for r in rounds if r.accept_length is not None]
+        name = "accept length of the round's rollouts (bonus included)"
+        if len(points) < 2:  # rounds that decoded plainly
+            points = [(r.minutes, r.agreement) for r in rounds if r.agreement is not None]
+            name = "share of rows whose best draft is the target's best"
+        left.plot(*zip(*points), color=SPECULATIVE, linewidth=2, marker="o", markersize=3)
         left.set_xlabel("minutes, rollouts included")
-        left.set_ylabel("accept length of the round's rollouts (bonus included)", color=SPECULATIVE)
-        left.set_ylim(bottom=1.0)
+        left.set_ylabel(name, color=SPECULATIVE)
+        left.set_ylim(bottom=1.0 if points and points[0][1] > 1 else 0.0)
         left.grid(axis="y", color=FAINT, linewidth=0.8)
         left.set_axisbelow(True)
         right = left.twinx()
