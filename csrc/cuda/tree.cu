@@ -13,8 +13,8 @@ struct Node {
   uint64_t words[2];  // the ancestors found so far, the node itself among them
 };
 
-// Depth and ancestor words of node i of n, by pointer doubling: as many rounds as the depth has bits. All threads of the
-// block, i their index; parent >= 0 only for nodes; nodes: room for n in shared memory.
+// Depth and ancestor words of node i of n, by pointer doubling: as many rounds as the depth has bits. All threads of
+// the block, i their index; parent >= 0 only for nodes; nodes: room for n in shared memory.
 __device__ __forceinline__ Node ancestry(int i, int n, int parent, Node* nodes) {
   Node mine{i < n ? parent : -1, {0, 0}};
   if (i < n) (i < 64 ? mine.words[0] : mine.words[1]) = 1ull << i % 64;
@@ -76,6 +76,7 @@ struct Selection {
 
   template <typename F>
   __device__ __forceinline__ void each(F&& f) const {
+#pragma unroll 1
     for (int i = threadIdx.x; i < n; i += blockDim.x) f(i);
   }
 
@@ -83,6 +84,7 @@ struct Selection {
   template <typename F>
   __device__ __forceinline__ int count(F&& f) const {
     int total = 0;
+#pragma unroll 1
     for (int base = 0; base < n; base += blockDim.x) {
       const int i = base + static_cast<int>(threadIdx.x);
       total += __syncthreads_count(i < n && f(i));
@@ -145,6 +147,7 @@ struct Selection {
   // A key that just `wanted` of the live ones reach; where equal ones leave none, the `wanted`-th largest. Bit by bit.
   __device__ __forceinline__ uint32_t least_key(int wanted) const {
     uint32_t found = 0;
+#pragma unroll 1
     for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
       const uint32_t higher = found | bit;
       const int reaching = count([&](int i) { return stand[i] == i && key[i] >= higher; });
@@ -172,6 +175,7 @@ struct Selection {
       best = warp_max64(best);
       if (threadIdx.x % 32 == 0) winners[taken % 2][threadIdx.x / 32] = best;
       __syncthreads();  // one is enough: the next round writes the other half
+#pragma unroll 1
       for (int w = 0; w < static_cast<int>(blockDim.x / 32); ++w) best = max(best, winners[taken % 2][w]);
       winner = static_cast<int>(kAll - static_cast<uint32_t>(best));
     }
@@ -181,20 +185,22 @@ struct Selection {
 
   // Nodes in the order of their candidates: those with keys above `least`, and the first `ties` equal to it. `place`
   // becomes a kept candidate's node, node_of[node] its candidate.
-  __device__ __forceinline__ void number(uint32_t least, int ties, int32_t* node_of, int2 (&sums)[kTreeWarps]) const {
-    int above = 0, equal = 0;
+  __device__ __forceinline__ void number(uint32_t least, int ties, int32_t* node_of,
+                                         uint32_t (&sums)[kTreeWarps]) const {
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    uint32_t before = 0;  // equal ones above 16 bits, larger ones below, as in sums
+#pragma unroll 1
     for (int base = 0; base < n; base += blockDim.x) {
       const int i = base + static_cast<int>(threadIdx.x);
-      const unsigned lower = (1u << threadIdx.x % 32) - 1u;
+      const unsigned lower = (1u << lane) - 1u;
       const bool larger = live(i) && key[i] > least, same = live(i) && key[i] == least;
       const unsigned larger_bits = __ballot_sync(kAll, larger), same_bits = __ballot_sync(kAll, same);
-      if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = make_int2(__popc(larger_bits), __popc(same_bits));
+      if (lane == 0) sums[warp] = __popc(larger_bits) + (__popc(same_bits) << 16);
       __syncthreads();
-      int here = above + __popc(larger_bits & lower), alike = equal + __popc(same_bits & lower);
-      for (int w = 0; w < static_cast<int>(blockDim.x / 32); ++w) {
-        if (w < static_cast<int>(threadIdx.x / 32)) here += sums[w].x, alike += sums[w].y;
-        above += sums[w].x, equal += sums[w].y;
-      }
+      const uint32_t sum = lane < warps ? sums[lane] : 0u;
+      const uint32_t mine = before + __reduce_add_sync(kAll, lane < warp ? sum : 0u);
+      before += __reduce_add_sync(kAll, sum);
+      const int here = (mine & 0xffffu) + __popc(larger_bits & lower), alike = (mine >> 16) + __popc(same_bits & lower);
       if (larger || (same && alike < ties)) place[i] = here + min(alike, ties), node_of[place[i]] = i;
       __syncthreads();
     }
@@ -239,7 +245,7 @@ __global__ void __launch_bounds__(kTreeThreads) select_kernel(const Candidates a
                                                               const PackedOut out) {
   extern __shared__ uint64_t memory[];
   __shared__ uint64_t winners[2][kTreeWarps];
-  __shared__ int2 sums[kTreeWarps];
+  __shared__ uint32_t sums[kTreeWarps];
   __shared__ int32_t node_of[kMaxNodes];
   __shared__ Node nodes[kMaxNodes];
   __shared__ int total;

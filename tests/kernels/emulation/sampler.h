@@ -83,6 +83,9 @@ inline uint32_t __reduce_max_sync(unsigned, uint32_t x) {
 inline uint32_t __reduce_min_sync(unsigned, uint32_t x) {
   return reduce(x, [](uint32_t a, uint32_t b) { return std::min(a, b); });
 }
+inline uint32_t __reduce_add_sync(unsigned, uint32_t x) {
+  return reduce(x, [](uint32_t a, uint32_t b) { return a + b; });
+}
 inline uint32_t __reduce_or_sync(unsigned, uint32_t x) {
   return reduce(x, [](uint32_t a, uint32_t b) { return a | b; });
 }
