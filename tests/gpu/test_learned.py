@@ -22,6 +22,7 @@ from tests.engine.engines import shared_hf, tiny_engine
 from tests.engine.test_learned import MODEL, learned
 from tests.engine.test_learned_copy import PROMPTS as COPY_PROMPTS
 from tests.engine.test_learned_copy import SOME, refused
+from tests.engine.test_static_draft import later
 from tests.gpu.test_engine import PROMPTS, same_tokens
 from tests.kernels.children_interpreted import CASES, compare
 from tests.tiny import tiny_target
@@ -92,9 +93,7 @@ def test_a_copy_of_the_target_is_never_refused(vocabulary: str, temperature: flo
 
 def test_the_copy_is_refused_when_the_noise_is_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = StaticDraft._top
-    monkeypatch.setattr(StaticDraft, "_top", lambda self, seats, logits, positions: honest(
-        self, seats, logits, positions + 1
-    ))
+    monkeypatch.setattr(StaticDraft, "_top", lambda self, rows, logits: honest(self, later(rows), logits))
     with pytest.raises(AssertionError, match="refused"):
         test_a_copy_of_the_target_is_never_refused("whole", 1.0)
 

@@ -94,14 +94,14 @@ class EaglePass:
         head would go nowhere: an entry's K and V do not depend on what the layer makes of earlier ones."""
         aux = self.lanes.ring_flat.index_select(0, entries.ring)
         embeds = F.embedding(entries.tokens, self.model.embedding)
-        inputs, residual = self._enter(embeds, self._fuse(aux))
-        q = self._write(inputs, entries.positions, entries.slots)
+        inputs, residual = self._enter(embeds, self.fuse(aux))
+        q = self.write(inputs, entries.positions, entries.slots)
         batch = len(entries.last)
         if len(q) != batch:
             q, residual = q.index_select(0, entries.last), residual.index_select(0, entries.last)
         bits = self._own_bits[:1].expand(batch, 2).contiguous()
         attended = self._attend(q, entries.table, entries.logical, 1, bits, entries.logical.long())
-        return self._finish(attended, residual)
+        return self.finish(attended, residual)
 
     def level(self, beam: Beam, tokens: Tensor, hidden: Tensor, parents: Tensor) -> Output:
         """One more level: tokens int64 [B, M] under parents int64 [B, M] (index among the beam's nodes, -1 for a child
@@ -116,7 +116,7 @@ class EaglePass:
         positions = (beam.position + beam.depth).clamp_max(self.length - 1).repeat_interleave(width)
         embeds = F.embedding(tokens.flatten(), self.model.embedding)
         inputs, residual = self._enter(embeds, hidden.flatten(0, 1))
-        q = self._write(inputs, positions, slots.flatten()).unflatten(0, (batch, width))
+        q = self.write(inputs, positions, slots.flatten()).unflatten(0, (batch, width))
 
         self._grow(beam, q, parents)
         assert beam.queries is not None
@@ -127,7 +127,7 @@ class EaglePass:
             beam.queries.flatten(0, 1), beam.table, beam.prefix, rows, beam.bits.flatten(0, 1),
             beam.logical.flatten(),
         )
-        return self._finish(attended.unflatten(0, (batch, rows))[:, above:].flatten(0, 1), residual)
+        return self.finish(attended.unflatten(0, (batch, rows))[:, above:].flatten(0, 1), residual)
 
     def _slots(self, beam: Beam) -> Tensor:
         """Once a draft: ten small launches that each level would repeat. A tree has fewer nodes than this counts; what
@@ -152,7 +152,8 @@ class EaglePass:
     def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps, checked=False)[0]
 
-    def _fuse(self, aux: Tensor) -> Tensor:
+    def fuse(self, aux: Tensor) -> Tensor:
+        """As EagleModel.fuse."""
         model = self.model
         if model.config.kind == "eagle1":
             target = model.target
@@ -167,7 +168,7 @@ class EaglePass:
         normed = (self._norm(embeds, model.input_norm, eps), self._norm(hidden, model.hidden_norm, eps))
         return torch.cat(normed, -1), hidden
 
-    def _write(self, inputs: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    def write(self, inputs: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """Rotated queries [R, Hq, D]; K and V go to their slots."""
         qkv = linear(inputs, self.model.qkv, checked=False)
         k_cache, v_cache = self.lanes.kv.layer(0)
@@ -188,11 +189,12 @@ class EaglePass:
             window=self._window,
         )
 
-    def _finish(self, attended: Tensor, residual: Tensor) -> Output:
+    def finish(self, attended: Tensor, residual: Tensor, out: Output | None = None) -> Output:
+        """Behind the attention. out: where the results go, where given."""
         model, eps = self.model, self.model.config.rms_norm_eps
         x = linear(attended.reshape(len(residual), -1), model.o, base=residual, checked=False)
         gated = linear(self._norm(x, model.post_norm, eps), model.gate_up, silu_mul=True, checked=False)
-        out = linear(gated, model.down, base=x, checked=False)
-        normed = out if model.norm is None else self._norm(out, model.norm, eps)
-        head = model.head_weight
-        return Output(linear(normed.to(head.dtype), head, checked=False), out)
+        hidden = linear(gated, model.down, base=x, out=None if out is None else out.hidden, checked=False)
+        normed = hidden if model.norm is None else self._norm(hidden, model.norm, eps)
+        head, logits = model.head_weight, None if out is None else out.logits
+        return Output(linear(normed.to(head.dtype), head, out=logits, checked=False), hidden)

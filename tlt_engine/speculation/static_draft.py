@@ -15,29 +15,15 @@ from dataclasses import dataclass, fields
 
 import torch
 from tlt_kernels.draft import noisy_top_k
-from tlt_kernels.params import DraftTop, NoiseIds, RowParams
+from tlt_kernels.params import DraftTop, RowParams
 from torch import Tensor
 
 from tlt_engine.config import SpeculationConfig
 from tlt_engine.models.eagle import EagleModel
 from tlt_engine.speculation.lanes import Lanes
-from tlt_engine.speculation.learned_pass import Beam, EaglePass, Entries
+from tlt_engine.speculation.learned_pass import EaglePass, Entries, Output
+from tlt_engine.speculation.static_levels import FusedLevels, FusedPass, Levels, Rows, TorchLevels
 from tlt_engine.speculation.static_ranking import FusedRanking, Ranked, Ranking, TorchRanking
-
-
-def spread(values: Tensor, nodes: int) -> Tensor:
-    """values [B] -> [B * nodes], contiguous."""
-    return values if nodes == 1 else values[:, None].expand(-1, nodes).reshape(-1).contiguous()
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Of Seats, for each of a level's nodes: all [B * M]."""
-
-    keys: Tensor
-    samples: Tensor
-    segments: Tensor
-    temperature: Tensor
 
 
 @dataclass(frozen=True)
@@ -57,9 +43,6 @@ class Seats:
     sharpness: Tensor
     stops: Tensor
     live: Tensor
-
-    def spread(self, nodes: int) -> Rows:
-        return Rows(*(spread(v, nodes) for v in (self.keys, self.samples, self.segments, self.temperature)))
 
     def first(self, batch: int) -> Seats:
         rows = {f.name: getattr(self, f.name)[:batch] for f in fields(self) if f.name != "live"}
@@ -94,7 +77,6 @@ class StaticDraft:
         self.depth, self.k, self.width, self.batch = config.profile.depth, config.profile.top_k, width, batch
         self._pass, self._vocab_limit = passes, vocab_limit
         device = model.device
-        self.fused = device.type == "cuda"
         self.logits = torch.zeros(batch, len(model.head_weight), dtype=model.head_weight.dtype, device=device)
         self.hidden = torch.zeros(batch, model.config.hidden_size, dtype=model.dtype, device=device)
         self.candidates = 1 + sum(self._level_sizes())
@@ -106,6 +88,19 @@ class StaticDraft:
         self.budgets = torch.ones(batch, dtype=torch.int32, device=device)
         self.expected = torch.zeros(batch, device=device)
         self._count = torch.arange(max(batch, self.depth) + 1, device=device)
+        self._roots = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self._root_scores = torch.zeros(batch, 1, device=device)
+        self.fused = False
+        self._passes: FusedPass | None = None
+        if device.type == "cuda":
+            self.fuse()
+
+    def fuse(self) -> None:
+        """Take the fused kernels, where they serve the drafter."""
+        self.fused = True
+        if FusedPass.serves(self.model):
+            widths = [children // self.k for children in self._level_sizes()[1:]]
+            self._passes = FusedPass(self.model, self._pass, self.batch, widths)
 
     def _level_sizes(self) -> list[int]:
         """Candidates of each level."""
@@ -116,7 +111,8 @@ class StaticDraft:
 
     @property
     def bytes(self) -> int:
-        return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
+        own = sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
+        return own + (0 if self._passes is None else self._passes.bytes)
 
     # ---------------------------------------------------------------- the last pass's tokens
 
@@ -133,6 +129,9 @@ class StaticDraft:
         `hidden` of each request's last entry. Padding, and what lies behind a walk's end, goes to places that nobody
         reads. Harmless to repeat."""
         batch = len(walked.accept_lens)
+        if self._passes is not None:
+            self._passes.extend(seats, walked, Output(self.logits[:batch], self.hidden[:batch]))
+            return
         out = self._pass.extend(self._entries(seats, walked))
         self.logits[:batch].copy_(out.logits)
         self.hidden[:batch].copy_(out.hidden)
@@ -176,30 +175,28 @@ class StaticDraft:
     def draft(self, seats: Seats, committed: Tensor, roots: Tensor) -> None:
         """Candidates from the last entries on. committed int32 [B], roots int64 [B]: the last tokens. Harmless to
         repeat."""
-        batch, stop = len(committed), committed.long()
-        length = stop + 1  # tokens; a child of a node at depth d is drawn at position length + d
-        # The bonus token takes a place, and the deepest node's parent must stand where the drafter has positions.
-        limits = ((seats.end - 1).clamp_max(self._pass.length + 2) - length).clamp_max(self.depth)
-        ranking = self._ranking(seats, limits, roots)
-        zeros = torch.zeros(batch, 1, dtype=torch.int64, device=stop.device)
-        ranking.add(self._top(seats.spread(1), self.logits[:batch], length), zeros.float(), zeros)
-        rows = seats.spread(min(self.width, self.k))
-        last = Entries(
-            ring=zeros, tokens=zeros, positions=(stop - 1).clamp_min(0), slots=zeros, last=self._count[:batch],
-            logical=self._logical(seats, stop), table=self._table(seats),
-        )
-        beam, first, hidden = Beam(last), -1, self.hidden[:batch]  # first: index in the beam of the level above's first
-        for depth in range(1, self.depth):
+        batch, hidden = len(committed), self.hidden[: len(committed)]
+        levels = self._levels(seats, committed)
+        ranking = self._ranking(seats, levels.limits, roots)
+        ranking.add(self._top(levels.roots(), self.logits[:batch]), self._root_scores[:batch], self._roots[:batch])
+        for _ in range(1, self.depth):
             nodes = ranking.expand(self.width)
-            wide = nodes.up[..., None].expand(-1, -1, hidden.shape[-1])
-            parents, first = nodes.up + first, beam.nodes
-            out = self._pass.level(beam, nodes.tokens, hidden.unflatten(0, (batch, -1)).gather(1, wide), parents)
+            out, rows = levels.next(nodes, hidden)
             hidden = out.hidden
-            if len(out.logits) != len(rows.keys):  # the first levels of a narrow tree, where fewer are expanded
-                rows = seats.spread(len(out.logits) // batch)
-            ranking.add(self._top(rows, out.logits, length + depth), nodes.above, nodes.indices)
+            ranking.add(self._top(rows, out.logits), nodes.above, nodes.indices)
         ranking.finish()
         self._keep(seats)
+
+    def _levels(self, seats: Seats, committed: Tensor) -> Levels:
+        if self._passes is not None:
+            return FusedLevels(self._passes, seats, committed, self.depth)
+        stop = committed.long()
+        none = torch.zeros_like(stop)
+        last = Entries(
+            ring=none, tokens=none, positions=(stop - 1).clamp_min(0), slots=none, last=self._count[: len(stop)],
+            logical=self._logical(seats, stop), table=self._table(seats),
+        )
+        return TorchLevels(self._pass, seats, committed, last, self.depth)
 
     def _ranking(self, seats: Seats, limits: Tensor, roots: Tensor) -> Ranking:
         config, total = self.config, len(roots) * self.candidates
@@ -210,18 +207,25 @@ class StaticDraft:
         )
         return FusedRanking(ranked, self.width) if self.fused else TorchRanking(ranked)
 
-    def _top(self, rows: Rows, logits: Tensor, positions: Tensor) -> DraftTop:
-        """The k best children of each of the nodes [B * M] whose logits they are, drawn at `positions` [B]."""
-        ids = NoiseIds(rows.keys, spread(positions, len(logits) // len(positions)), rows.samples, rows.segments)
+    def _top(self, rows: Rows, logits: Tensor) -> DraftTop:
+        """The k best children of each of the nodes whose logits they are."""
         reduced = self.model.head is not None
         return noisy_top_k(
-            logits, ids, RowParams(rows.temperature), self.k, d2t=self.model.d2t if reduced else None,
+            logits, rows.ids, RowParams(rows.temperature), self.k, d2t=self.model.d2t if reduced else None,
             target_vocab=self.model.config.vocab_size if reduced else None, vocab_limit=self._vocab_limit,
             noise=self.config.shared_noise,
         )
 
     def _keep(self, seats: Seats) -> None:
         batch, verify = len(seats.lane), self.config.profile.verify
+        if self.fused:
+            from tlt_kernels.triton.draft_step import keep  # Triton is an optional extra
+
+            keep(
+                self.scores[: batch * self.candidates], seats.live, self.cand_indptr[: batch + 1],
+                self.budgets[:batch], self.expected[:batch], candidates=self.candidates, verify=verify,
+            )
+            return
         scores = self.scores[: batch * self.candidates].view(batch, -1)
         # Padding has no candidates, and so no tree. A dead candidate would be taken when no live one is left.
         self.cand_indptr[: batch + 1].copy_(torch.minimum(self._count[: batch + 1], seats.live) * self.candidates)
