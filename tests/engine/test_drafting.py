@@ -218,7 +218,7 @@ def test_switched_off_and_on_by_load(model: EagleModel, ahead: list[int]) -> Non
 
 def test_rings_are_kept_while_off(model: EagleModel, monkeypatch: pytest.MonkeyPatch, ahead: list[int]) -> None:
     """By the device, for steps ahead: what the host drafts from them afterwards has the logits of its definition."""
-    monkeypatch.setattr(DeviceRunner, "launch_drafted", lambda self, flight, samples, keep_hidden: None)
+    monkeypatch.setattr(DeviceRunner, "_drafts_for", lambda self, lanes, rows: None)
     switching(model, spied=monkeypatch)
     assert len(ahead) > 10
 
@@ -332,7 +332,6 @@ def test_a_recorder_comes_while_the_device_drafts(model: EagleModel) -> None:
     check_rows(recorder, [first])
 
 
-
 def test_no_memory_for_the_drafters_graphs(model: EagleModel) -> None:
     """The target's are captured first; the drafter's kernels then run one by one, and are counted."""
     expected = cpu_tokens(model, PROMPTS[:1], STOPS)
@@ -356,7 +355,8 @@ def test_captured_up_front_on_whatever_lies_in_the_results(model: EagleModel) ->
     engine.capture_graphs()
     after = lanes.kv.data[:, :, : lanes.dummy_slot // lanes.kv.page_size], lanes.ring
     assert all(torch.equal(a, b) for a, b in zip(before, after))
-    names = {name for name, bucket in engine.stats()["graphs"]["buckets"].items() if bucket["captures"] > 0}
+    counts = engine.stats()["graphs"]["buckets"].items()
+    names = {name.split(" for ")[0] for name, bucket in counts if bucket["captures"] > 0}
     assert {"extend 1x4", "extend 4x4", "draft 1x3x3", "draft 4x3x3"} <= names
 
 
@@ -409,14 +409,14 @@ class Sabotage:
 
     @staticmethod
     def noise_of_the_wrong_owner(patch: pytest.MonkeyPatch) -> None:
-        honest = DeviceDrafting._pack
+        honest = DeviceDrafting._pack_by_torch
 
-        def pack(self: Any, key: Any, layout: Any) -> None:
-            honest(self, key, layout)
-            keys = layout.frame.device["keys"]
+        def pack(self: Any, ground: Any) -> None:
+            honest(self, ground)
+            keys = ground.frame["keys"]
             keys.copy_(keys.roll(1))
 
-        patch.setattr(DeviceDrafting, "_pack", pack)
+        patch.setattr(DeviceDrafting, "_pack_by_torch", pack)
 
     @staticmethod
     def seats_of_the_samples_before(patch: pytest.MonkeyPatch) -> None:

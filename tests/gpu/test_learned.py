@@ -22,9 +22,13 @@ from tests.engine.engines import shared_hf, tiny_engine
 from tests.engine.test_learned import MODEL, learned
 from tests.engine.test_learned_copy import PROMPTS as COPY_PROMPTS
 from tests.engine.test_learned_copy import SOME, refused
+from tests.engine.test_learned_hidden import PROMPTS as UNSHARED
+from tests.engine.test_learned_hidden import Recorder
+from tests.engine.test_learned_hidden import expected as hidden_states
 from tests.engine.test_static_draft import later
 from tests.gpu.test_engine import PROMPTS, same_tokens
 from tests.kernels.children_interpreted import CASES, compare
+from tests.kernels.level_cases import compare_levels
 from tests.tiny import tiny_target
 from tlt_engine import EngineConfig, Profile, RolloutEngine, SamplingParams, SpeculationConfig
 from tlt_engine.engine.device import DeviceRunner
@@ -139,6 +143,32 @@ def test_switched_off_and_on_by_load(model: EagleModel) -> None:
     assert engine.stats()["drafter"]["proposals"] < 12
 
 
+class OnHost(Recorder):
+    """What a recorder has taken, fetched when its sample has ended: nothing waits in between."""
+
+    def finish(self, seq_id: int, token_ids: list[int]) -> None:
+        super().finish(seq_id, token_ids)
+        ids, rows = self.done[-1]
+        self.done[-1] = ids, {position: states.cpu() for position, states in rows.items()}
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_a_recorder_beside_steps_ahead(model: EagleModel, speculate: bool) -> None:
+    """Plain ones or drafted on the device: hidden states are copied before the next pass overwrites them."""
+    engine = engine_with(model, PROFILES["tree"], device="cuda", **({} if speculate else {
+        "speculation": learned(profile=PROFILES["tree"], enable_below=0)
+    }))
+    recorder = OnHost()
+    engine.record_hidden(recorder)
+    engine.generate(UNSHARED, replace(PARAMS, n=1))
+    assert len(recorder.done) == len(UNSHARED)
+    assert drafting(engine)["steps"] > (engine.stats()["steps"] // 3 if speculate else -1)
+    for ids, rows in recorder.done:
+        assert sorted(rows) == list(range(len(ids) - 1))
+        ours = torch.stack([rows[p] for p in sorted(rows)])
+        torch.testing.assert_close(ours, hidden_states(ids)[: len(ids) - 1], atol=2e-3, rtol=2e-3)
+
+
 def test_the_host_never_waits_for_a_token_before_a_launch(model: EagleModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """No synchronisation between the read of a pass and the one behind it but the read itself."""
     engine = engine_with(model, PROFILES["tree"], device="cuda")
@@ -169,6 +199,12 @@ def test_the_host_never_waits_for_a_token_before_a_launch(model: EagleModel, mon
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_children_are_ranked_as_by_candidates(case: dict[str, Any]) -> None:
     compare(case, "cuda")
+
+
+@pytest.mark.parametrize("profile", ["tree", "chain", "wide"])
+def test_levels_as_by_torch(wide: EagleModel, profile: str) -> None:
+    """fp32: sums in another order. bf16: values of size 4, 8 bits, a handful of roundings in a row."""
+    compare_levels(wide, PROFILES[profile], 3e-4 if wide.dtype == torch.float32 else 8e-2)
 
 
 @pytest.fixture(params=["fp32", "bf16", "bf16 without a window"])

@@ -11,11 +11,17 @@ from typing import Any
 import pytest
 import torch
 from tlt_kernels.params import DraftTop
-from tlt_kernels.triton import children
+from tlt_kernels.triton import children, draft_attention, draft_step
 from torch import Tensor
 
-from tests.engine.test_learned import learned
+from tests.eagle import random_drafter
+from tests.engine.emulated import emulation
+from tests.engine.test_drafting import STOPS, both, drafting
+from tests.engine.test_learned import MODEL, learned
 from tests.engine.test_static_draft import PARAMS, check, run
+from tests.kernels.level_cases import compare_levels
+from tests.tiny import tiny_target
+from tlt_engine import Profile
 from tlt_engine.speculation.candidates import UNSEEN_NOISE, log_chances
 from tlt_engine.speculation.static_draft import StaticDraft
 from tlt_engine.speculation.static_ranking import DenseCandidates, Expanded
@@ -113,8 +119,9 @@ def test_the_comparison_sees_faults(wrong: str, monkeypatch: pytest.MonkeyPatch)
             compare(case)
 
 
-@pytest.mark.parametrize("change", [{}, {"ranking": "q"}, {"min_chance": 0.05}], ids=str)
-def test_trees_of_a_running_engine(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every StaticDraft as on a GPU."""
     honest = StaticDraft.__init__
 
     def init(self: Any, *args: Any, **more: Any) -> None:
@@ -122,4 +129,54 @@ def test_trees_of_a_running_engine(change: dict[str, Any], monkeypatch: pytest.M
         self.fuse()
 
     monkeypatch.setattr(StaticDraft, "__init__", init)
+
+
+@pytest.mark.parametrize("change", [{}, {"ranking": "q"}, {"min_chance": 0.05}], ids=str)
+def test_trees_of_a_running_engine(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fused: None) -> None:
     check(run(monkeypatch, learned(**change), {"window": 6}, replace(PARAMS, n=1, max_tokens=12)), least=10, atol=1e-5)
+
+
+PROFILES = {"tree": Profile(4, 3, 12), "chain": Profile(5, 1, 6), "wide": Profile(3, 16, 40)}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("window", [150, 3, None])
+def test_levels(profile: str, window: int | None) -> None:
+    """Several splits of the keys at 150; 3: nodes that others of the tree do not see."""
+    compare_levels(random_drafter(tiny_target(**MODEL), window=window), PROFILES[profile], 2e-5)
+
+
+@pytest.mark.parametrize("wrong", ["window", "depth", "bits", "origin"])
+def test_the_comparison_of_levels_sees_faults(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = draft_attention.attend_drafts
+
+    def faulty(*args: Any, **more: Any) -> Any:
+        if wrong == "origin":
+            args = (*args[:5], args[5] + 1, *args[6:])
+        elif wrong == "bits" and "bits" in more:
+            more["bits"] = torch.full_like(more["bits"], -1)
+        elif wrong in more:
+            more[wrong] = more[wrong] + 1
+        return honest(*args, **more)
+
+    monkeypatch.setattr(draft_attention, "attend_drafts", faulty)
+    with pytest.raises(AssertionError):
+        compare_levels(random_drafter(tiny_target(**MODEL), window=3), PROFILES["tree"], 2e-5)
+
+
+@pytest.mark.parametrize("sabotaged", [False, True])
+def test_steps_that_the_device_drafts(sabotaged: bool, monkeypatch: pytest.MonkeyPatch, fused: None) -> None:
+    """The same traces as with the host's drafts; with the noise of the wrong rows, others."""
+    honest = draft_step.pack
+
+    def pack(*args: Any, **more: Any) -> None:
+        honest(*args, **more)
+        if sabotaged:
+            args[5].keys.copy_(args[5].keys.roll(1))
+
+    monkeypatch.setattr(draft_step, "pack", pack)
+    model, params = random_drafter(tiny_target(**MODEL), window=9), replace(STOPS, n=1, max_tokens=24)
+    with emulation():
+        mine, plain, engine = both(model, params, [[1, 2, 3], [4, 5, 6, 7], [8]])
+    assert drafting(engine)["steps"] > 5
+    assert (mine == plain) != sabotaged

@@ -21,7 +21,7 @@ import torch
 from tlt_kernels import RowParams, SampleResult, Walk, copy_pages, cuda
 from torch import Tensor
 
-from tlt_engine.engine.drafting import DeviceDrafting
+from tlt_engine.engine.drafting import DeviceDrafting, Ground
 from tlt_engine.engine.hidden import PassHidden
 from tlt_engine.engine.layout import DeviceView, Layout, frame_sections
 from tlt_engine.engine.packing import Lanes, PackedStep, StepBuffers, needs_host, noise_ids, pack_step, row_params
@@ -149,6 +149,7 @@ class DeviceRunner(ModelRunner):
         )
         self.prefill_backend = self._pass.prefill_backend
         self._layouts: dict[GraphKey, Layout] = {}
+        self._grounds: dict[GraphKey, Ground] = {}
         self._graphs: GraphCache | None = None
         if buckets is not None and largest is not None:
             self._logits = torch.empty(
@@ -182,6 +183,7 @@ class DeviceRunner(ModelRunner):
         self._captured = torch.empty(shape, dtype=self.model.dtype, device=self.device)
         self._kept = self._captured[:0]
         self._hidden = dict(zip(layers, self._captured))
+        self._grounds.clear()
 
     @property
     def buffer_bytes(self) -> int:
@@ -223,6 +225,9 @@ class DeviceRunner(ModelRunner):
         nodes = [len(tree.tokens) for tree in trees]
         rows = sum(nodes)
         bucket = self._drafts_for(lanes, rows)
+        if bucket is not None and self._drafting is not None and self._graphs is not None:
+            for drafts in self._drafting.keys(bucket):
+                self._graphs.prepare(drafts)  # they may write to the frame, which is nobody's before it is filled
         graph, key = self._graph_for(len(trees), rows, bucket)
         layout = self._layout(len(trees), rows, rows) if key is None else self._layout_of(key)
         self._staging.open(layout.frame)
@@ -329,7 +334,6 @@ class DeviceRunner(ModelRunner):
             self._follow_stream()
             layout, draw, key = flight.layout, flight.draw, flight.draw.bucket
             rows = min(len(samples) * drafting.verify, key.rows)
-            graphs = drafting.graphs(self._graphs, key, len(samples))  # they may capture, on empty seats
             graph = self._graphs.get(key, rows, capture=False)
             if graph is None:
                 drafting.refuse("its graph has been released")
@@ -339,7 +343,8 @@ class DeviceRunner(ModelRunner):
                 drafting.refuse(reason)
                 return None
             self._refresh_pages(layout, draw, [s.seq for s in samples])
-            drafting.step(graphs, key, layout, flight.walk, self._hidden)
+            extend, draft = (self._graphs.get(k, len(samples) * k.nodes, capture=False) for k in drafting.keys(key))
+            drafting.step((extend, draft), self._ground_of(key))
             self._keep_hidden(flight, key.rows, keep_hidden)
             graph.replay()
             temperature = RowParams(layout.frame.device["temperature"][:rows])
@@ -359,8 +364,6 @@ class DeviceRunner(ModelRunner):
         cuda.sample(logits, ids, draw.params, vocab_limit=self.vocab_limit, out=drawn)
         walk = Walk(d["accept_lens"], d["paths"], d["tokens"])
         cuda.verify_tree(d["drawn"], view.trees, steps=draw.steps, out=walk)
-        if draw.drafted and self._drafting is not None:
-            self._drafting.tell(len(d["accept_lens"]), layout, d)
         if draw.steps > 1:  # a root's KV is where it belongs
             cuda.commit_kv(self.kv.data, view.inputs.page_table, view.inputs.prefix_lens, walk)
         done = self._results.fetch(frame)
@@ -397,6 +400,15 @@ class DeviceRunner(ModelRunner):
         if layout is None:
             layout = self._layouts[key] = self._layout(key.batch, key.rows, key.rows)
         return layout
+
+    def _ground_of(self, key: GraphKey) -> Ground:
+        ground = self._grounds.get(key)
+        if ground is None:
+            assert self._drafting is not None, f"{key}: nobody drafts"
+            d = self._results.view((key.batch, key.rows, self._drafting.columns))
+            walk = Walk(d["accept_lens"], d["paths"], d["tokens"])
+            ground = self._grounds[key] = Ground(key, self._layout_of(key).frame.device, d, walk, self._hidden)
+        return ground
 
     def _put_params(self, lanes: Lanes, layout: Layout, trees: list[DraftTree], rows: int) -> RowParams:
         packed = layout.packed(trees, rows)
@@ -464,13 +476,11 @@ class DeviceRunner(ModelRunner):
     @torch.inference_mode()
     def _capture(self, key: GraphKey) -> CapturedGraph:
         """On a step of padding alone, so that running it any number of times touches nobody's KV."""
+        self._latest = None
         if isinstance(key, ExtendKey | DraftKey):
             assert self._drafting is not None, f"graph {key}: nobody drafts"
-            d = self._results.view((key.batch, 0, self._drafting.columns))
-            walk = Walk(d["accept_lens"], d["paths"], d["tokens"])  # ahead of all that depends on rows
-            return self._drafting.capture(key, self._capturer, walk, self._hidden)
+            return self._drafting.capture(key, self._capturer, self._ground_of(key.target))
         layout = self._layout_of(key)
-        self._latest = None
         self._staging.begin(layout.frame)
         layout.clear()
         self._staging.flush(layout.frame, 0, 0)

@@ -8,6 +8,7 @@ is speculation/static_draft.py's. The host says once who sits where (`seat`), an
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,10 @@ from tlt_kernels import PackedTrees, Walk, cuda
 from tlt_kernels.params import GREEDY_BELOW
 from torch import Tensor
 
-from tlt_engine.engine.layout import Layout
 from tlt_engine.engine.sample import Sample, stop_ids
 from tlt_engine.engine.staging import Sections, Upload
 from tlt_engine.graphs.buckets import Buckets, DraftKey, ExtendKey, GraphKey
-from tlt_engine.graphs.cache import Graph, GraphCache
+from tlt_engine.graphs.cache import Graph
 from tlt_engine.graphs.capture import CapturedGraph, Capturer
 from tlt_engine.speculation.lanes import Lane
 from tlt_engine.speculation.learned import EagleDrafter
@@ -36,6 +36,18 @@ def seat_sections(batch: int) -> Sections:
         "live": ((1,), I32), **dict.fromkeys(ids, ((batch,), I64)), "temperature": ((batch,), F32),
         "sharpness": ((batch,), F32), "stops": ((batch, MAX_STOPS), I64),
     }
+
+
+@dataclass(frozen=True)
+class Ground:
+    """The static tensors of verifications by one graph of the target, `key`: their inputs (layout.frame_sections), the
+    results (device.result_sections), of which `walk` is a part, and where the graph leaves hidden states, by layer."""
+
+    key: GraphKey
+    frame: dict[str, Tensor]
+    results: dict[str, Tensor]
+    walk: Walk
+    hidden: dict[int, Tensor]
 
 
 class DeviceDrafting:
@@ -57,19 +69,14 @@ class DeviceDrafting:
         seats = self._upload.frame.device
         self._seats = Seats(**seats)
         self._seated: object = None  # what `seat` has last sent; None: nobody
-        self._committed = torch.zeros(batch, dtype=I32, device=device)
-        self._indptr = torch.zeros(batch + 1, dtype=I32, device=device)
         self._roots = torch.zeros(batch, dtype=I64, device=device)
-        self._deepest = torch.zeros(batch, dtype=I32, device=device)
-        self._rows = torch.arange(buckets.keys[0].rows, dtype=I32, device=device)
         self.steps = 0
         self.refused: dict[str, int] = {}
         self._unseat()
 
     @property
     def bytes(self) -> int:
-        own = (self._committed, self._indptr, self._roots, self._deepest, self._rows)
-        return self._static.bytes + self._upload.bytes + sum(t.nbytes for t in own)
+        return self._static.bytes + self._upload.bytes + self._roots.nbytes
 
     def report(self) -> dict[str, Any]:
         """steps: verifications of trees that the device drafted. refused: by reason, those that could have been but for
@@ -157,38 +164,21 @@ class DeviceDrafting:
 
     def keys(self, key: GraphKey) -> tuple[ExtendKey, DraftKey]:
         """Of the graphs that a step for the target's graph `key` replays."""
-        return ExtendKey(key.batch, self.columns), DraftKey(key.batch, self.columns - 1, self._static.k)
+        levels = self.columns - 1
+        return ExtendKey(key.batch, self.columns, key), DraftKey(key.batch, levels, self._static.k, key)
 
     def all_keys(self) -> list[GraphKey]:
         """Of the batches whose trees a graph of the target holds, the largest first."""
-        batches = {key.batch for key in self._chosen.values() if key is not None}
-        return [k for b in sorted(batches, reverse=True) for k in (
-            ExtendKey(b, self.columns), DraftKey(b, self.columns - 1, self._static.k)
-        )]
+        targets = {key for key in self._chosen.values() if key is not None}
+        return [k for key in sorted(targets, key=lambda t: (-t.rows, -t.batch)) for k in self.keys(key)]
 
-    def graphs(self, cache: GraphCache, key: GraphKey, requests: int) -> tuple[Graph | None, Graph | None]:
-        """Captured if need be; None: there is no memory for it, and its kernels are launched one by one."""
-        keys = self.keys(key)
-        found = [cache.get(k, requests * k.nodes) for k in keys]
-        # The budget may be so small that the second has thrown out the first.
-        extend, draft = (graph if cache.holds(k) else None for graph, k in zip(found, keys))
-        return extend, draft
-
-    def capture(self, key: GraphKey, capturer: Capturer, walk: Walk, hidden: dict[int, Tensor]) -> CapturedGraph:
-        """On empty seats: whatever the walk says, only dummies are written."""
+    def capture(self, key: ExtendKey | DraftKey, capturer: Capturer, ground: Ground) -> CapturedGraph:
+        """On empty seats, and walks of nothing behind no keys: only dummies are written, and the frame, which must be
+        nobody's at that time."""
         self._unseat()
-        if isinstance(key, ExtendKey):
-            return capturer.capture(lambda: self._extend(key.batch, walk, hidden))
-        return capturer.capture(lambda: self._draft(key.batch))
-
-    def _extend(self, batch: int, walk: Walk, hidden: dict[int, Tensor]) -> None:
-        self._static.extend(self._seats.first(batch), Verified(
-            walk.accept_lens, walk.paths, walk.tokens, self._indptr[: batch + 1], self._committed[:batch],
-            [hidden[i] for i in self.drafter.hidden_layers],
-        ))
-
-    def _draft(self, batch: int) -> None:
-        self._static.draft(self._seats.first(batch), self._committed[:batch], self._roots[:batch])
+        ground.walk.accept_lens.zero_()
+        ground.frame["prefix_lens"].zero_()
+        return capturer.capture(lambda: (self._extend if isinstance(key, ExtendKey) else self._draft)(ground))
 
     # ---------------------------------------------------------------- a step
 
@@ -197,50 +187,61 @@ class DeviceDrafting:
         layers = [hidden[i] for i in self.drafter.hidden_layers]
         self._static.store(self._seats.first(len(committed)), committed, layers)
 
-    def step(
-        self, graphs: tuple[Graph | None, Graph | None], key: GraphKey, layout: Layout, walk: Walk,
-        hidden: dict[int, Tensor],
-    ) -> None:
-        """From a walk over the trees in `layout`, whose keys are committed and whose results are on their way to the
-        host, to the next trees in `layout`. walk: of the bucket's B requests, accept_lens 0 for padding."""
-        batch, d = key.batch, layout.frame.device
-        cuda.advance(walk, d["prefix_lens"], self._roots[:batch])
-        self._committed[:batch].copy_(d["prefix_lens"])
-        self._indptr[: batch + 1].copy_(d["node_indptr"])
-        extend, draft = graphs
-        if extend is not None:
-            extend.replay()
-        else:
-            self._extend(batch, walk, hidden)
-        if draft is not None:
-            draft.replay()
-        else:
-            self._draft(batch)
-        self._pack(key, layout)
+    def step(self, graphs: tuple[Graph | None, Graph | None], ground: Ground) -> None:
+        """From a walk over the trees in the frame, whose keys are committed and whose results are on their way to the
+        host, to the next trees in the frame; of them the host gets indptr, deepest and expected with its next results.
+        None: a graph that there is no memory for; its kernels are launched one by one."""
+        for graph, run in zip(graphs, (self._extend, self._draft)):
+            if graph is not None:
+                graph.replay()
+            else:
+                run(ground)
         self.steps += 1
 
-    def _pack(self, key: GraphKey, layout: Layout) -> None:
-        batch, rows, d, static = key.batch, key.rows, layout.frame.device, self._static
-        trees = PackedTrees(d["token_ids"], d["parents"], d["depths"], d["ancestors"], d["node_indptr"])
+    def _extend(self, ground: Ground) -> None:
+        batch, d, walk = ground.key.batch, ground.frame, ground.walk
+        cuda.advance(walk, d["prefix_lens"], self._roots[:batch])
+        self._static.extend(self._seats.first(batch), Verified(
+            walk.accept_lens, walk.paths, walk.tokens, d["node_indptr"], d["prefix_lens"],
+            [ground.hidden[i] for i in self.drafter.hidden_layers],
+        ))
+
+    def _draft(self, ground: Ground) -> None:
+        batch, d, static = ground.key.batch, ground.frame, self._static
+        static.draft(self._seats.first(batch), d["prefix_lens"], self._roots[:batch])
         total = batch * static.candidates
         cuda.tree_from_candidates(
             static.tokens[:total], static.parents[:total], static.scores[:total], static.cand_indptr[: batch + 1],
-            static.budgets[:batch], rows=rows, widest=static.candidates, out=trees,
+            static.budgets[:batch], rows=ground.key.rows, widest=static.candidates,
+            out=PackedTrees(d["token_ids"], d["parents"], d["depths"], d["ancestors"], d["node_indptr"]),
         )
-        # Rows behind the last tree get the last request's noise; nobody walks over them.
-        row = self._rows[:rows]
-        owner = torch.searchsorted(trees.node_indptr[1:], row, right=True).clamp_max(batch - 1)
-        for name in ("keys", "samples", "segments", "temperature"):
-            torch.index_select(getattr(self._seats, name), 0, owner, out=d[name])
-        depths = torch.where(row < trees.node_indptr[-1], trees.depths, 0)
-        self._deepest[:batch].zero_().scatter_reduce_(0, owner, depths, "amax")
-        cuda.step_inputs(
-            trees.node_indptr, trees.depths, d["prefix_lens"], d["page_table"], page=self._page_size,
-            pad_slot=self._pad_slot, positions=d["positions"], draws=d["draws"], slots=d["slots"],
+        ground.results["expected"].copy_(static.expected[:batch])
+        (self._pack if static.fused else self._pack_by_torch)(ground)
+
+    def _pack(self, ground: Ground) -> None:
+        from tlt_kernels.triton.draft_step import Packed, pack  # Triton is an optional extra
+
+        d, results, seats = ground.frame, ground.results, self._seats
+        names = ("positions", "draws", "slots", "keys", "samples", "segments", "temperature")
+        pack(
+            d["node_indptr"], d["depths"], d["prefix_lens"], d["page_table"],
+            (seats.keys, seats.samples, seats.segments, seats.temperature),
+            Packed(**{name: d[name] for name in names}, deepest=results["deepest"], indptr=results["indptr"]),
+            page=self._page_size, pad_slot=self._pad_slot,
         )
 
-    def tell(self, batch: int, layout: Layout, results: dict[str, Tensor]) -> None:
-        """Into the results of the verification of `step`'s trees: what the host does not know of them."""
-        results["indptr"].copy_(layout.frame.device["node_indptr"])
-        results["deepest"].copy_(self._deepest[:batch])
-        results["expected"].copy_(self._static.expected[:batch])
+    def _pack_by_torch(self, ground: Ground) -> None:
+        """What `pack` computes, in a dozen launches: for where there is no Triton."""
+        d, rows = ground.frame, ground.key.rows
+        # Rows behind the last tree get the last request's noise; nobody walks over them.
+        row = torch.arange(rows, dtype=I32, device=d["depths"].device)
+        owner = torch.searchsorted(d["node_indptr"][1:], row, right=True).clamp_max(ground.key.batch - 1)
+        for name in ("keys", "samples", "segments", "temperature"):
+            torch.index_select(getattr(self._seats, name), 0, owner, out=d[name])
+        depths = torch.where(row < d["node_indptr"][-1], d["depths"], 0)
+        ground.results["deepest"].zero_().scatter_reduce_(0, owner, depths, "amax")
+        ground.results["indptr"].copy_(d["node_indptr"])
+        cuda.step_inputs(
+            d["node_indptr"], d["depths"], d["prefix_lens"], d["page_table"], page=self._page_size,
+            pad_slot=self._pad_slot, positions=d["positions"], draws=d["draws"], slots=d["slots"],
+        )

@@ -29,20 +29,25 @@ class GraphKey:
 
 @dataclass(frozen=True)
 class ExtendKey(GraphKey):
-    """The learned drafter's entries of a walk's tokens. nodes: columns of the walk, the depth of the trees + 1."""
+    """The learned drafter's entries of a walk's tokens. nodes: columns of the walk, the depth of the trees + 1. target:
+    the graph of the verifications, between whose static tensors this one goes."""
+
+    target: GraphKey
 
     def __str__(self) -> str:
-        return f"extend {self.batch}x{self.nodes}"
+        return f"extend {self.batch}x{self.nodes} for {self.target}"
 
 
 @dataclass(frozen=True)
 class DraftKey(GraphKey):
-    """The learned drafter's levels. nodes: how many, the depth of the trees. top_k: children of a node."""
+    """The learned drafter's levels, and the selection of the trees. nodes: how many levels, the depth of the trees.
+    top_k: children of a node. target: as ExtendKey's."""
 
     top_k: int
+    target: GraphKey
 
     def __str__(self) -> str:
-        return f"draft {self.batch}x{self.nodes}x{self.top_k}"
+        return f"draft {self.batch}x{self.nodes}x{self.top_k} for {self.target}"
 
 
 class Buckets:

@@ -90,8 +90,10 @@ class GraphCache:
         counts.run_rows += key.rows
         return graph
 
-    def holds(self, key: GraphKey) -> bool:
-        return key in self._kept
+    def prepare(self, key: GraphKey) -> None:
+        """Captures it, if it is not there and there is memory."""
+        if key not in self._kept:
+            self._add(key)
 
     def capture_all(self, more: Sequence[GraphKey] = ()) -> None:
         """Every size, largest first, then `more`, up to the first that the budget has no room for: capturing on would
