@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.copies import bigram, reduced
 from tests.eagle import random_drafter
 from tests.engine.engines import shared_hf, tiny_engine
-from tests.engine.test_learned import MODEL, learned
+from tests.engine.test_learned import MODEL, SHAPES, learned
 from tests.engine.test_learned_copy import PROMPTS as COPY_PROMPTS
 from tests.engine.test_learned_copy import SOME, refused
 from tests.engine.test_learned_hidden import PROMPTS as UNSHARED
@@ -75,6 +75,20 @@ def test_tokens_and_counts_of_the_cpu_engine(model: EagleModel, profile: str, te
     assert stats["accept_length"] == pytest.approx(expected["accept_length"], abs=0.05)
     names = set(stats["graphs"]["buckets"])
     assert {name.split()[0] for name in names if " " in name} == {"extend", "draft"}, names
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_drafters_of_all_shapes(shape: str) -> None:
+    drafter = random_drafter(tiny_target(**MODEL), **SHAPES[shape])
+    judge = tiny_engine(model=MODEL)
+    plain = judge.generate(PROMPTS, PARAMS)
+    on_host = engine_with(drafter, PROFILES["tree"])
+    on_host.generate(PROMPTS, PARAMS)
+    engine = engine_with(drafter, PROFILES["tree"], device="cuda")
+    same_tokens(plain, engine.generate(PROMPTS, PARAMS), PARAMS, judge)
+    stats, expected = engine.stats(), on_host.stats()
+    assert drafting(engine)["steps"] > stats["steps"] // 3, drafting(engine)
+    assert stats["accept_length"] == pytest.approx(expected["accept_length"], abs=0.05)
 
 
 @pytest.mark.parametrize("vocabulary", ["whole", "reduced"])

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.eagle import random_drafter
 from tests.engine.emulated import emulation
 from tests.engine.test_drafting import STOPS, both, drafting
-from tests.engine.test_learned import MODEL, learned
+from tests.engine.test_learned import MODEL, SHAPES, learned
 from tests.engine.test_static_draft import PARAMS, check, run
 from tests.kernels.level_cases import compare_levels
 from tests.tiny import tiny_target
@@ -144,6 +144,11 @@ PROFILES = {"tree": Profile(4, 3, 12), "chain": Profile(5, 1, 6), "wide": Profil
 def test_levels(profile: str, window: int | None) -> None:
     """Several splits of the keys at 150; 3: nodes that others of the tree do not see."""
     compare_levels(random_drafter(tiny_target(**MODEL), window=window), PROFILES[profile], 2e-5)
+
+
+@pytest.mark.parametrize("shape", ["reduced", "other heads", "narrow", "one entry"])
+def test_levels_of_other_drafters(shape: str) -> None:
+    compare_levels(random_drafter(tiny_target(**MODEL), **SHAPES[shape]), PROFILES["tree"], 2e-5)
 
 
 @pytest.mark.parametrize("wrong", ["window", "depth", "bits", "origin"])
