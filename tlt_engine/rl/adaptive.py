@@ -201,7 +201,7 @@ class AdaptiveDrafter:
         """The engine's call behind the one above."""
         with self._slice:
             if self._asleep is None:
-                self._trainer.release_graph()
+                self._trainer.release_scratch()
                 asleep = Storages(self._trainer.tensors())
                 asleep.offload(keep=True)
                 self._asleep = asleep

@@ -196,6 +196,11 @@ class HiddenStateBuffer:
                 self._drop(piece.record)
 
     @property
+    def policies(self) -> int:
+        """How many there were so far, the present one included."""
+        return len(self._policies)
+
+    @property
     def width(self) -> int:
         return self._arena.width
 
@@ -470,12 +475,14 @@ class HiddenStateBuffer:
             self._flush()
             oldest = 0 if policy.max_age is None else self._policy - policy.max_age
             pool = [r for r in self._closed.values() if r.policy >= oldest]
-            least = long_threshold(pool, policy, self._policy)
-            long = [r for r in pool if r.rows >= least]
-            pieces = fill_up([], long, int(policy.long_share * rows), policy.max_rows, rng)
-            taken = {piece.record.uid for piece in pieces}
-            rest = [r for r in pool if r.uid not in taken]
-            pieces = fill_up(pieces, rest, rows, policy.max_rows, rng)
+            pieces: list[Piece] = []
+            if policy.long_share > 0:  # sorting thousands of lengths takes milliseconds
+                least = long_threshold(pool, policy, self._policy)
+                long = [r for r in pool if r.rows >= least]
+                pieces = fill_up(pieces, long, int(policy.long_share * rows), policy.max_rows, rng)
+                taken = {piece.record.uid for piece in pieces}
+                pool = [r for r in pool if r.uid not in taken]
+            pieces = fill_up(pieces, pool, rows, policy.max_rows, rng)
             for piece in pieces:
                 piece.record.readers += 1
             return pieces

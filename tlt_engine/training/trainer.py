@@ -19,7 +19,7 @@ from torch import Tensor
 from tlt_engine.config import refuse
 from tlt_engine.models.eagle import EagleModel
 from tlt_engine.training.buffer import HiddenStateBuffer
-from tlt_engine.training.captured import CapturedGradients
+from tlt_engine.training.captured import FIELDS, CapturedGradients
 from tlt_engine.training.checkpoint import CheckpointWriter, read_checkpoint
 from tlt_engine.training.loss import LossConfig, LossSums, Objective
 from tlt_engine.training.packing import PackedRows, pack_pieces
@@ -27,6 +27,7 @@ from tlt_engine.training.records import DrawPolicy
 
 RECENT = 8  # micro-steps whose longest is what the next one is expected to take
 MOMENTS = ("exp_avg", "exp_avg_sq")
+Batch = tuple[PackedRows, int, int]  # sequences in it that can be trained on, and that could not be
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ class DrafterTrainer:
         self._running = threading.Event()
         self._running.set()
         self._writer: CheckpointWriter | None = None
+        self._ahead: tuple[tuple[int, int, int], Batch] | None = None
+        self._side: Any = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._captured = None
         if self.config.capture and model.device.type == "cuda":
             self._captured = CapturedGradients(self.objective, list(self._named.values()), self.config.micro_rows)
@@ -182,21 +185,49 @@ class DrafterTrainer:
         """One packed row forward and backward, and the optimiser step if it is the last of its window. None when the
         buffer is empty."""
         c = self.config
-        with self.buffer.draw(c.micro_rows, f"{c.seed}:{self.steps}:{self._micro}", c.draw) as pieces:
-            if not pieces:
-                self._counts["starved"] += 1
-                return None
-            packed, good = pack_pieces(self.buffer, pieces, self.model.device)
-        self._counts["dropped_samples"] += len(pieces) - good
+        batch = self._batch(self.steps, self._micro)
+        if batch is None:
+            self._counts["starved"] += 1
+            return None
+        packed, good, dropped = batch
+        self._counts["dropped_samples"] += dropped
         loss, sums, grads = self._gradients(packed)
         with torch.no_grad():
             for total, grad in zip(self._grads.values(), grads):
                 if grad is not None:
                     total.add_(grad.float(), alpha=1 / c.accumulate)
             self._micro += 1
-            norm = self._update() if self._micro == c.accumulate else None
+            ends = self._micro == c.accumulate
+            if self._side is not None:  # the host packs the next batch while the device computes
+                self._prefetch(*((self.steps + 1, 0) if ends else (self.steps, self._micro)))
+            norm = self._update() if ends else None
         # item() waits for the device, so that time spent is time measured.
         return MicroStep(good, len(packed), loss.item(), sums, norm)
+
+    def _batch(self, step: int, micro: int) -> Batch | None:
+        """What was packed ahead for this micro-step, under the policy that still is, or what is drawn now."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead[0] != (step, micro, self.buffer.policies):
+            return self._draw(step, micro)
+        stream = torch.cuda.current_stream(self.model.device)
+        stream.wait_stream(self._side)
+        for name in FIELDS:
+            getattr(ahead[1][0], name).record_stream(stream)
+        return ahead[1]
+
+    def _prefetch(self, step: int, micro: int) -> None:
+        policies = self.buffer.policies
+        with torch.cuda.stream(self._side):
+            batch = self._draw(step, micro)
+        self._ahead = None if batch is None else ((step, micro, policies), batch)
+
+    def _draw(self, step: int, micro: int) -> Batch | None:
+        c = self.config
+        with self.buffer.draw(c.micro_rows, f"{c.seed}:{step}:{micro}", c.draw) as pieces:
+            if not pieces:
+                return None
+            packed, good = pack_pieces(self.buffer, pieces, self.model.device)
+        return packed, good, len(pieces) - good
 
     def _gradients(self, packed: PackedRows) -> tuple[Tensor, LossSums, tuple[Tensor | None, ...]]:
         if self._captured is not None and self._captured.fits(packed):
@@ -204,8 +235,10 @@ class DrafterTrainer:
         loss, sums = self.objective(packed)
         return loss, sums, torch.autograd.grad(loss, list(self._named.values()), allow_unused=True)
 
-    def release_graph(self) -> None:
-        """Give back the memory of the captured micro-step, as much as the activations of one; it is captured anew."""
+    def release_scratch(self) -> None:
+        """Give back what `tensors` does not name: the captured micro-step, as much as the activations of one, and a
+        batch that was packed ahead. Both come back with the next step."""
+        self._ahead = None
         if self._captured is not None:
             self._captured.release()
 
@@ -265,7 +298,7 @@ class DrafterTrainer:
             for name, parameter in self._named.items():
                 parameter.copy_(self._masters[name])
             torch._foreach_zero_(list(self._grads.values()))
-        self.steps, self._micro = int(data["steps"]), 0
+        self.steps, self._micro, self._ahead = int(data["steps"]), 0, None
 
     def save(self, writer: CheckpointWriter) -> float:
         """Starts a checkpoint; returns the seconds that it kept the caller."""
