@@ -8,6 +8,7 @@ import pytest
 
 from tlt_engine.graphs.buckets import MAX_ROWS, Buckets, GraphKey, default_buckets
 from tlt_engine.graphs.cache import CaptureOutOfMemoryError, GraphCache
+from tlt_engine.graphs.capture import DRIVER_MOST, graph_bytes
 
 
 class Played:
@@ -144,3 +145,13 @@ def test_capture_up_front_goes_largest_first_and_stops_at_the_budget():
     graphs.capture_all()
     assert [g.key for g in device.live] == list(buckets.keys[:2]) and graphs.bytes == 480
     assert len(device.captured) == 3 and graphs.report()["refused"] == []
+
+
+@pytest.mark.parametrize("driver, pool, expected", [
+    (6 << 20, 2 << 20, 6 << 20),  # alone on the GPU: the driver's count
+    (40 << 30, 2 << 20, (2 << 20) + DRIVER_MOST),  # a neighbour took 40 GB meanwhile
+    (-(40 << 30), 2 << 20, 2 << 20),  # it gave them back
+    (-1, 0, 0),
+])
+def test_a_graph_does_not_pay_for_its_neighbours(driver: int, pool: int, expected: int) -> None:
+    assert graph_bytes(driver, pool) == expected
