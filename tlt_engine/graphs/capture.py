@@ -16,8 +16,7 @@ import torch
 
 from tlt_engine.graphs.cache import CaptureOutOfMemoryError
 
-
-# The driver's own memory for a graph beside the pool's. 4 MB for a pass of 230 kernels on an H200: more is a neighbour's.
+# Most of the driver's own memory for a graph, beside the pool's: 4 MB for a pass of 230 kernels on an H200.
 DRIVER_MOST = 32 << 20
 
 
