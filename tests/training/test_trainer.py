@@ -141,6 +141,16 @@ def test_sabotage_rows_of_the_batch_before_are_seen() -> None:
             torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-7)
 
 
+def test_stand_ins_are_the_parameters_storages_and_go_again() -> None:
+    _, model, _ = setup()
+    own = dict(model.named_parameters())
+    with captured.stand_ins(model) as aliases:
+        inside = dict(model.named_parameters())
+        assert all(aliases[id(p)] is inside[n] is not p for n, p in own.items())
+        assert all(inside[n].data_ptr() == p.data_ptr() and inside[n].requires_grad for n, p in own.items())
+    assert all(p is own[n] for n, p in model.named_parameters())
+
+
 def fake_clock(monkeypatch: pytest.MonkeyPatch, trainer: DrafterTrainer, seconds: float) -> None:
     """Each micro-step takes `seconds`, nothing else any time."""
     now = [0.0]

@@ -6,12 +6,14 @@ The unroll launches some 250 small kernels a step and as many again backward. At
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tlt_engine.models.eagle import EagleModel
 from tlt_engine.training.loss import LossSums, Objective
 from tlt_engine.training.packing import PackedRows
 
@@ -73,9 +75,26 @@ class CapturedGradients:
 
     def _run(self) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
         assert self._static is not None
-        loss, sums = self.objective(self._static)
-        grads = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        with stand_ins(self.objective.model) as aliases:
+            loss, sums = self.objective(self._static)
+            inputs = [aliases[id(p)] for p in self.parameters]
+            grads = torch.autograd.grad(loss, inputs, allow_unused=True)
         return loss.detach(), torch.stack([getattr(sums, n) for n in sums.__dataclass_fields__]), grads
+
+
+@contextmanager
+def stand_ins(model: EagleModel) -> Iterator[dict[int, Tensor]]:
+    """Within the block the model computes with other leaves of the same storage, given by their parameters' ids. A
+    parameter's own node in autograd lives as long as anybody's loss of it does, and belongs to the stream on which that
+    was computed: met in a capture, it would break it."""
+    own = dict(model._parameters)
+    try:
+        for name, parameter in own.items():
+            if parameter is not None:
+                model._parameters[name] = nn.Parameter(parameter.detach())
+        yield {id(p): model._parameters[n] for n, p in own.items() if p is not None}  # type: ignore[misc]
+    finally:
+        model._parameters.update(own)
 
 
 def padded(packed: PackedRows, rows: int) -> PackedRows:
