@@ -154,6 +154,20 @@ def elementwise() -> None:
         rope_write_kv(*case.args(), q_norm=case.q_norm, k_norm=case.k_norm)
 
 
+def drafter() -> None:
+    """The levels of a learned drafter, and steps that it drafts in graphs."""
+    from tests.eagle import random_drafter
+    from tests.gpu.test_learned import MODEL, PROFILES, engine_with, wide_drafter
+    from tests.kernels.level_cases import compare_levels
+    from tests.tiny import tiny_target
+    from tlt_engine import SamplingParams
+
+    for profile in ("tree", "chain"):
+        compare_levels(wide_drafter("bfloat16", 150), PROFILES[profile], 8e-2)
+    made = engine_with(random_drafter(tiny_target(**MODEL), window=9), PROFILES["tree"], device="cuda", max_num_seqs=2)
+    made.generate([[1, 2, 3], [4, 5]], SamplingParams(temperature=1.0, max_tokens=12, seed=7, ignore_eos=True))
+
+
 def engine() -> None:
     """Prefill, plain decoding and verification of trees; without graphs, fp32 and bf16."""
     from tests.drafters import AdversarialDrafter
@@ -171,7 +185,7 @@ def engine() -> None:
 
 PARTS: dict[str, Callable[[], None]] = {
     f.__name__: f
-    for f in (samplers, drafts, trees, moves, products, attention, invariant_attention, elementwise, engine)
+    for f in (samplers, drafts, trees, moves, products, attention, invariant_attention, elementwise, drafter, engine)
 }
 
 

@@ -7,7 +7,6 @@ tokens hide a drafter's faults, so what it drafts is compared as well: with draf
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -222,16 +221,19 @@ def test_levels_as_by_torch(wide: EagleModel, profile: str) -> None:
 
 
 @pytest.fixture(params=["fp32", "bf16", "bf16 without a window"])
-def wide(request: pytest.FixtureRequest) -> Iterator[EagleModel]:
+def wide(request: pytest.FixtureRequest) -> EagleModel:
     """Heads of 128, as real models have: other kernels than those of tiny heads."""
     dtype = "float32" if request.param == "fp32" else "bfloat16"
+    return wide_drafter(dtype, None if "without" in request.param else 24)
+
+
+def wide_drafter(dtype: str, window: int | None) -> EagleModel:
     sizes = {**MODEL, "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 768}
     loaded = load_model(shared_hf(**sizes), dtype=dtype, device="cuda")
-    window = None if "without" in request.param else 24
     config = EagleConfig.for_target(loaded.model.config, window=window, draft_vocab_size=48)
     drafter = EagleModel(config, dtype=loaded.model.dtype, device="cuda")
     drafter.initialise(torch.Generator().manual_seed(3))
-    yield drafter.bind(loaded.model)
+    return drafter.bind(loaded.model)
 
 
 def test_static_levels_by_graph_and_one_by_one(wide: EagleModel) -> None:
