@@ -3,6 +3,7 @@ bench.training's.
 
     python -m bench.drafter learns                                       # CPU: a tiny target, as in the tests
     python -m bench.drafter train --model MODEL [--minutes 10] [--out DIR]
+    python -m bench.drafter table --model MODEL --drafter FOLDER [--temperatures 0,0.6,1]
     python -m bench.drafter shift --model MODEL --drafter FOLDER [--seeds 3]
 
 learns: share of first drafts (K = 1, shared noise) that the target took on held-out prompts, untrained, trained, and of
@@ -17,10 +18,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,7 +161,17 @@ def part_train(args: argparse.Namespace, out: Path | None) -> None:
     how = {"steps": rounds[-1].steps, "micro_rows": args.micro_rows, "tokens": sum(r.tokens for r in rounds),
            "rollout_s": round(sum(r.rollout_s for r in rounds), 1), "units": trained.config.intermediate_size}
     keep(out, "train", "train.minutes", rounds[-1].minutes, "min", where | how)
-    table(args, out, loaded, trained, test, where | {"minutes": round(rounds[-1].minutes, 2)})
+    table(args, out, loaded, trained, test, where)
+
+
+def part_table(args: argparse.Namespace, out: Path | None) -> None:
+    """Of a drafter that `train` wrote."""
+    from tlt_engine.models.eagle_checkpoint import load_drafter
+
+    loaded = load_model(args.model, dtype=args.dtype, device=args.device)
+    _, test, counts = asked_of(args)
+    where = {"model": args.model, "dtype": args.dtype, "tasks": sorted(TASKS), **counts}
+    table(args, out, loaded, load_drafter(args.drafter, loaded.model), test, where)
 
 
 def table(
@@ -190,8 +204,37 @@ def table(
 
 
 def part_shift(args: argparse.Namespace, out: Path | None) -> None:
-    """Fine-tune the target on other text until the drafter has lost LOST; then train it for WON_BACK_S on rollouts of
-    the new policy. The frozen drafter is the one that was not trained again."""
+    """Fine-tune the target on other text until the drafter has lost LOST; then train it on rollouts of the new policy.
+    The frozen drafter is the one that was not trained again. Seeds run side by side, each in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.side_by_side, mp_context=context) as pool:
+        shifts = list(pool.map(one_shift, [args] * args.seeds, range(args.seeds)))
+    where = {"model": args.model, "dtype": args.dtype, "side_by_side": args.side_by_side, **asked_of(args)[2]}
+    for seed, shift in enumerate(shifts):
+        for stage in ("before", "frozen", "recovered"):
+            keep(out, "shift", "shift.accept_length", getattr(shift, stage), "tokens a pass",
+                 where | {"stage": stage, "seed": seed, "seconds": round(shift.seconds)})
+    shares = [s.won_back for s in shifts]
+    keep(out, "shift", "shift.recovered_share", statistics.median(shares), "",
+         where | {"seeds": args.seeds, "seconds": round(max(s.seconds for s in shifts))},
+         spread=[min(shares), max(shares)], runs=args.seeds)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Accept lengths; seconds of rollouts and training after the shift."""
+
+    before: float
+    frozen: float
+    recovered: float
+    seconds: float
+
+    @property
+    def won_back(self) -> float:
+        return (self.recovered - self.frozen) / (self.before - self.frozen)
+
+
+def one_shift(args: argparse.Namespace, seed: int) -> Shift:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from tlt_engine.models.eagle_checkpoint import load_drafter
@@ -201,31 +244,24 @@ def part_shift(args: argparse.Namespace, out: Path | None) -> None:
         from tlt_engine.models.gguf import demo_model
 
         source = str(demo_model())
-    asked, test, counts = asked_of(args)
+    asked, test, _ = asked_of(args)
     test = test[:: args.shift_every]
-    shares = []
-    for seed in range(args.seeds):
-        loaded = load_model(source, dtype=args.dtype, device=args.device)
-        drafter = load_drafter(args.drafter, loaded.model)
-        accept = partial(_accept_length, loaded, test, args, seed)
-        before = accept(drafter)
-        policy = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(args.device)
-        frozen = partial(accept, drafter)
-        after = before - _move(policy, AutoTokenizer.from_pretrained(source), loaded, frozen, before, seed)
-        del policy
-        engine = engine_for(loaded, drafter, args)
-        settings = settings_of(args, args.won_back_s / 60, seed)
-        for done in train(engine, asked, settings, drafting=NEVER, config=config_of(args, args.shift_rate, seed)):
-            print({n: round(v, 3) for n, v in vars(done).items() if v is not None}, flush=True)
-        recovered = accept(engine.drafter.model)  # type: ignore[union-attr]
-        shares.append((recovered - after) / (before - after))
-        where = {"model": args.model, "seed": seed, "seconds": round(60 * done.minutes, 1), **counts}
-        for stage, value in (("before", before), ("frozen", after), ("recovered", recovered)):
-            keep(out, "shift", "shift.accept_length", value, "tokens a pass", where | {"stage": stage})
-        print(f"seed {seed}: {shares[-1]:.2f} of the loss won back", flush=True)
-    where = {"model": args.model, "seeds": args.seeds, "seconds": args.won_back_s}
-    keep(out, "shift", "shift.recovered_share", statistics.median(shares), "", where,
-         spread=[min(shares), max(shares)], runs=args.seeds)
+    loaded = load_model(source, dtype=args.dtype, device=args.device)
+    drafter = load_drafter(args.drafter, loaded.model)
+    accept = partial(_accept_length, loaded, test, args, seed)
+    before = accept(drafter)
+    policy = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(args.device)
+    frozen = _move(policy, AutoTokenizer.from_pretrained(source), loaded, partial(accept, drafter), before, seed)
+    del policy
+    engine = engine_for(loaded, drafter, args)
+    began = time.perf_counter()
+    settings, config = settings_of(args, args.won_back_s / 60, seed), config_of(args, args.shift_rate, seed)
+    for done in train(engine, asked, settings, drafting=NEVER, config=config):
+        print(f"seed {seed}", {n: round(v, 3) for n, v in vars(done).items() if v is not None}, flush=True)
+    seconds = time.perf_counter() - began
+    shift = Shift(before, frozen, accept(engine.drafter.model), seconds)  # type: ignore[union-attr]
+    print(f"seed {seed}: {shift}, {shift.won_back:.2f} of the loss won back", flush=True)
+    return shift
 
 
 def _accept_length(
@@ -238,7 +274,7 @@ def _accept_length(
 
 def _move(policy: Any, tokenizer: Any, loaded: LoadedModel, accept: Any, before: float, seed: int) -> float:
     """Language modelling on the source text of Python's own library, step by step, until it costs the drafter enough.
-    Returns how much it lost."""
+    Returns the accept length then."""
     text = "\n".join(p.read_text(errors="ignore") for p in sorted(Path(statistics.__file__).parent.glob("[a-m]*.py")))
     ids = torch.tensor(tokenizer(text[: 1_000_000])["input_ids"])
     generator = torch.Generator().manual_seed(seed)
@@ -253,10 +289,11 @@ def _move(policy: Any, tokenizer: Any, loaded: LoadedModel, accept: Any, before:
         optimizer.step()
         if step % 20 == 0:
             loaded.model.load_weights(policy)
-            lost = before - accept()
-            print(f"  {step} steps of fine-tuning: loss {loss.item():.2f}, accept length lost {lost:.2f}", flush=True)
+            now = accept()
+            lost = before - now
+            print(f"seed {seed}: {step} steps of fine-tuning, loss {loss.item():.2f}, accept length {now:.2f}", flush=True)
             if lost >= LOST:
-                return lost
+                return now
     raise RuntimeError(f"shift: expected the drafter to lose {LOST} within 400 steps, it lost {lost:.2f}")
 
 
@@ -273,7 +310,8 @@ def part_learns(args: argparse.Namespace, out: Path | None) -> None:
     keep(out, "learns", "train.minutes", (time.perf_counter() - begin) / 60, "min", where)
 
 
-PARTS = {"questions": part_questions, "learns": part_learns, "train": part_train, "shift": part_shift}
+PARTS = {"questions": part_questions, "learns": part_learns, "train": part_train, "table": part_table,
+         "shift": part_shift}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -305,13 +343,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shift-every", type=int, default=2, help="of the test questions, one in so many")
     parser.add_argument("--won-back-s", type=float, default=WON_BACK_S)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--side-by-side", type=int, default=1, help="seeds of `shift` that run at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    if "shift" in args.parts and args.drafter is None:
-        sys.exit("shift: --drafter FOLDER, as `train` writes it to OUT/drafter")
+    if {"shift", "table"} & set(args.parts) and args.drafter is None:
+        sys.exit("shift, table: --drafter FOLDER, as `train` writes it to OUT/drafter")
     for part in args.parts:
         PARTS[part](args, args.out)
 
