@@ -9,8 +9,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tlt_kernels.params import GREEDY_BELOW, DraftTop
+from tlt_kernels.triton.launch import dependent
 
 
 @triton.jit
@@ -18,7 +20,7 @@ def children_kernel(
     tokens, logprobs, scores, above, parents, limits, stops, temperature, sharpness, roots, out_tokens, out_parents,
     out_scores, next_tokens, next_up, next_index, next_above, least, unseen, greedy_below, M: tl.constexpr,
     K: tl.constexpr, W: tl.constexpr, STOPS: tl.constexpr, C: tl.constexpr, FIRST: tl.constexpr, DEPTH: tl.constexpr,
-    BLIND: tl.constexpr, MB: tl.constexpr, KB: tl.constexpr,
+    BLIND: tl.constexpr, MB: tl.constexpr, KB: tl.constexpr, PDL: tl.constexpr,
 ):
     """Grid (B,): a request's M expanded nodes and their K children each, in one warp."""
     minus = -float("inf")
@@ -26,6 +28,9 @@ def children_kernel(
     m = tl.arange(0, MB)[:, None]
     k = tl.arange(0, KB)[None, :]
     inside = (m < M) & (k < K)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     at = (b * M + m) * K + k
     token = tl.load(tokens + at, mask=inside, other=-1)
     chance = tl.load(logprobs + at, mask=inside, other=minus)
@@ -92,6 +97,6 @@ def rank_children(
         temperature if sharpness is None else sharpness, roots, *out, tokens, up, indices,
         scores, least, unseen, GREEDY_BELOW, M=nodes, K=k, W=width, STOPS=stops.shape[1], C=candidates,
         FIRST=first, DEPTH=depth, BLIND=sharpness is None, MB=triton.next_power_of_2(nodes),
-        KB=triton.next_power_of_2(k), num_warps=1,
+        KB=triton.next_power_of_2(k), num_warps=1, **dependent(device),
     )
     return up, indices, tokens, scores
