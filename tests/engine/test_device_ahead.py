@@ -154,10 +154,21 @@ def sabotage_accepted(patch):
     patch.setattr(EngineCore, "_observe", lambda self, contexts, accepted: None)
 
 
+def sabotage_old_depths(patch):
+    honest = EngineCore._go_on
+
+    def go_on(self, current, contexts, taken):
+        for context, new in zip(contexts, taken.tokens):
+            context.max_depth += len(new)
+        honest(self, current, contexts, taken)
+
+    patch.setattr(EngineCore, "_go_on", go_on)
+
+
 @pytest.mark.parametrize(
     "sabotage",
     [sabotage_no_stops, sabotage_late_end, sabotage_pages_kept, sabotage_pages_back, sabotage_stale_tree,
-     sabotage_uncached, sabotage_accepted],
+     sabotage_uncached, sabotage_accepted, sabotage_old_depths],
     ids=lambda f: f.__name__,
 )
 def test_sabotage_is_seen(monkeypatch, sabotage):
@@ -393,7 +404,7 @@ def test_a_drafter_that_fails_ahead_loses_no_token(method, at, error, launched):
 
 
 def test_sabotage_outputs_dropped_with_the_failure_are_seen(monkeypatch):
-    def careless(self, current, taken):
+    def careless(self, current, contexts, taken):
         self.scheduler.extend(current.batch.decodes, taken.tokens)
         contexts = self._contexts(current.batch.decodes, current.samples)
         self._observe(contexts, taken.accepted)
