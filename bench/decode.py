@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -32,7 +33,7 @@ from tlt_engine.engine.device import DeviceFlight, DeviceRunner
 from tlt_engine.engine.sample import Request, Sample
 from tlt_engine.graphs.buckets import NODES, GraphKey, default_buckets
 from tlt_engine.graphs.cache import Graph
-from tlt_engine.graphs.capture import Capturer
+from tlt_engine.graphs.capture import CapturedGraph, Capturer
 from tlt_engine.models.config import ModelConfig
 from tlt_engine.models.loader import LoadedModel
 from tlt_engine.models.rope import RopeConfig
@@ -188,6 +189,42 @@ def device_ms(engine: RolloutEngine, repeat: int = 20) -> tuple[float, float]:
     return timed(False), timed(True)
 
 
+class Watched:
+    """The event of a step's results, which notes when they were there."""
+
+    def __init__(self, event: torch.cuda.Event, moments: list[tuple[str, float]]) -> None:
+        self._event, self._moments = event, moments
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+        self._moments.append(("read", time.perf_counter()))
+
+
+def read_to_launch(engine: RolloutEngine, batch: int, steps: int = 60) -> list[float]:
+    """Microseconds from the read of a verification's tokens to the end of the next graph's launch, sorted: what the GPU
+    waits for in the host's code and driver. Other than a difference of step times, it knows no clocks."""
+    moments: list[tuple[str, float]] = []
+    runner = engine._core.runner
+    assert isinstance(runner, DeviceRunner)
+    start(engine, batch, 1.0)
+    fetch, replay = runner._results.fetch, CapturedGraph.replay
+
+    def launched(graph: CapturedGraph) -> None:
+        replay(graph)
+        moments.append(("launch", time.perf_counter()))
+
+    with (
+        patch.object(runner._results, "fetch", lambda frame: Watched(fetch(frame), moments)),
+        patch.object(CapturedGraph, "replay", launched),
+    ):
+        for _ in range(steps):
+            engine.step()
+    while engine.has_unfinished():
+        engine.step()
+    return sorted((after - at) * 1e6 for (what, at), (then, after) in pairwise(moments)
+                  if (what, then) == ("read", "launch"))
+
+
 def plain(model: LoadedModel, batches: Sequence[int], out: Path) -> dict[int, float]:
     medians: dict[int, float] = {}
     for batch in batches:
@@ -217,6 +254,11 @@ def verify(model: LoadedModel, cases: Sequence[tuple[int, int]], base: dict[int,
             keep(out, "host.us", max(times.median - times.device, 0.0) * 1e3, "us", where, times)
             if batch in base:
                 record("gpu", "verify.ratio", times.median / base[batch], "x", where, command=COMMAND, folder=out)
+        gaps = read_to_launch(engine, batch)
+        print(f"verify batch {batch:3d} V={nodes}: {statistics.median(gaps):.0f} us from the tokens' read to the next "
+              f"launch [{gaps[0]:.0f}, {gaps[-1]:.0f}]", flush=True)
+        record("gpu", "host.read_to_launch_us", statistics.median(gaps), "us", MODEL | {"batch": batch, "V": nodes},
+               command=COMMAND, spread=[gaps[0], gaps[-1]], runs=len(gaps), folder=out)
         del engine
 
 
@@ -402,7 +444,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=None, help="folder for gpu.json (default: bench/results)")
     parser.add_argument("--only", default="plain,verify,profile,graphs")
     parser.add_argument("--batches", default="1,64,8,4,16,32")
-    parser.add_argument("--cases", default="1x32,8x16,1x16,4x16")
+    parser.add_argument("--cases", default="1x32,8x16,64x4,1x16,4x16")
     parser.add_argument("--profiles", default="5_1_6,5_8_32", help="of `drafter`: depth, top_k and nodes to verify")
     parser.add_argument("--drafter-batches", default="1,8,32")
     args = parser.parse_args(argv)
