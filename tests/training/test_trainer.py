@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from tests.training.drafters import filled_buffer, random_texts, tiny_drafter, tiny_target
 from tlt_engine.models.eagle import EagleConfig, EagleModel
 from tlt_engine.models.transformer import Transformer
-from tlt_engine.training import captured
+from tlt_engine.training import captured, muon
 from tlt_engine.training import trainer as trainer_module
 from tlt_engine.training.buffer import HiddenStateBuffer
 from tlt_engine.training.checkpoint import CheckpointWriter
@@ -151,6 +152,33 @@ def test_stand_ins_are_the_parameters_storages_and_go_again() -> None:
     assert all(p is own[n] for n, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("shape", [(48, 48), (16, 100), (100, 16)])
+def test_muons_update_is_the_momentum_with_singular_values_near_one(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(shape, generator=generator) * torch.logspace(0, -1, shape[1])
+    master, momentum = torch.zeros(2 * shape[0], shape[1]), torch.zeros(2 * shape[0], shape[1])
+    muon.update_matrix(master, torch.cat((grad, -3 * grad)), momentum, (shape[0], shape[0]), 1.0)
+    torch.testing.assert_close(momentum[: shape[0]], grad * (1 - muon.MOMENTUM))
+    torch.testing.assert_close(master[shape[0] :], -master[: shape[0]])  # each part on its own, whatever its size
+    u, s, v = torch.linalg.svd(grad, full_matrices=False)
+    scale = muon.RMS * max(shape) ** 0.5
+    found = torch.linalg.svdvals(master[: shape[0]]) / scale
+    assert found.min() > 0.5 and found.max() < 1.25
+    turned = u.T @ (-master[: shape[0]] / scale) @ v.T  # the same singular vectors: diagonal in them
+    assert (turned - turned.diagonal().diag()).abs().max() < 1e-3
+    assert (torch.linalg.svdvals(grad) / s[0]).min() < 0.4
+
+
+def test_muon_moves_the_matrices_and_adamw_the_rest() -> None:
+    moved = []
+    for muon_lr in (None, 1e-9):
+        _, model, trainer = setup(replace(SMALL, muon_lr=muon_lr))
+        before = weights(model)
+        trainer.step()
+        moved.append({n for n, t in weights(model).items() if not torch.allclose(t, before[n], atol=1e-6)})
+    assert moved[0] == set(before) and moved[1] == {n for n in before if n.endswith("norm.weight")}
+
+
 def fake_clock(monkeypatch: pytest.MonkeyPatch, trainer: DrafterTrainer, seconds: float) -> None:
     """Each micro-step takes `seconds`, nothing else any time."""
     now = [0.0]
@@ -183,7 +211,7 @@ def test_an_accumulated_gradient_is_the_mean_of_its_micro_steps() -> None:
         grads = torch.autograd.grad(trainer.objective(packed)[0], list(trainer._named.values()))
         single.append(dict(zip(trainer._named, grads)))
     seen: dict[str, Tensor] = {}
-    trainer._adamw = lambda grads, scale: seen.update(  # type: ignore[method-assign]
+    trainer._descend = lambda grads, scale: seen.update(  # type: ignore[method-assign]
         {n: g.clone() for n, g in zip(trainer._grads, grads)}
     )
     trainer.step()
@@ -356,15 +384,15 @@ def test_updates_are_adamws() -> None:
     optimiser = torch.optim.AdamW(copies.values(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     for _ in range(5):
         grads: dict[str, Tensor] = {}
-        real = trainer._adamw
+        real = trainer._descend
 
         def watch(g: list[Tensor], scale: float, real: Any = real, grads: dict[str, Tensor] = grads) -> None:
             grads.update({n: t.clone() for n, t in zip(trainer._grads, g)})
             real(g, scale)
 
-        trainer._adamw = watch  # type: ignore[method-assign]
+        trainer._descend = watch  # type: ignore[method-assign]
         trainer.step()
-        trainer._adamw = real  # type: ignore[method-assign]
+        trainer._descend = real  # type: ignore[method-assign]
         for n, copy in copies.items():
             copy.grad = grads[n]
         optimiser.step()

@@ -22,6 +22,7 @@ from tlt_engine.training.buffer import HiddenStateBuffer
 from tlt_engine.training.captured import FIELDS, CapturedGradients
 from tlt_engine.training.checkpoint import CheckpointWriter, read_checkpoint
 from tlt_engine.training.loss import LossConfig, LossSums, Objective
+from tlt_engine.training.muon import update_matrix
 from tlt_engine.training.packing import PackedRows, pack_pieces
 from tlt_engine.training.records import DrawPolicy
 
@@ -32,11 +33,11 @@ Batch = tuple[PackedRows, int, int]  # sequences in it that can be trained on, a
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """lr, betas, eps, weight_decay: AdamW's. clip: largest norm of a step's gradient. The learning rate rises over
-    warmup_steps and stays, or falls by a cosine to a tenth at decay_steps. micro_rows: packed rows of a micro-step;
-    accumulate: micro-steps of an optimiser step. freeze_embedding: leave a drafter's own embedding as it is (the
-    target's always is). capture: on CUDA, full micro-steps of a drafter with a window replay a CUDA graph. seed: of
-    what is drawn from the buffer.
+    """lr, betas, eps, weight_decay: AdamW's. muon_lr: the layer's matrices go by Muon at this rate, with the same decay
+    (None: by AdamW). clip: largest norm of a step's gradient. Both rates rise over warmup_steps and stay, or fall by a
+    cosine to a tenth at decay_steps. micro_rows: packed rows of a micro-step; accumulate: micro-steps of an optimiser
+    step. freeze_embedding: leave a drafter's own embedding as it is (the target's always is). capture: on CUDA, full
+    micro-steps of a drafter with a window replay a CUDA graph. seed: of what is drawn from the buffer.
 
     Defaults are SpecForge's; EAGLE-3 took lr 5e-5, fastrl trains online at 1e-6, verl-SpeCo at 1e-5."""
 
@@ -44,6 +45,7 @@ class TrainerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    muon_lr: float | None = None
     clip: float = 0.5
     warmup_steps: int = 20
     decay_steps: int | None = None
@@ -59,8 +61,8 @@ class TrainerConfig:
         for name, least in (("micro_rows", 2), ("accumulate", 1), ("warmup_steps", 0)):
             if getattr(self, name) < least:
                 raise refuse(f"TrainerConfig.{name}", f"an integer >= {least}", getattr(self, name), "raise it")
-        for name in ("lr", "clip"):
-            if not getattr(self, name) > 0:
+        for name in ("lr", "clip", "muon_lr"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise refuse(f"TrainerConfig.{name}", "a positive number", getattr(self, name), "raise it")
 
     def lr_at(self, step: int) -> float:
@@ -243,14 +245,14 @@ class DrafterTrainer:
             self._captured.release()
 
     def _update(self) -> float:
-        """AdamW (arXiv 1711.05101) on the masters. A gradient of zero or one that is not finite changes nothing."""
+        """On the masters. A gradient of zero or one that is not finite changes nothing."""
         c = self.config
         grads = list(self._grads.values())
         norm = torch.stack([g.norm() for g in grads]).norm().item()
         if norm > 0 and norm < float("inf"):
             if self._writer is not None:
                 self._writer.before_update()
-            self._adamw(grads, min(1.0, c.clip / norm))
+            self._descend(grads, min(1.0, c.clip / norm))
             for name, parameter in self._named.items():
                 if parameter.dtype != torch.float32:
                     parameter.copy_(self._masters[name])
@@ -261,12 +263,22 @@ class DrafterTrainer:
         self._micro = 0
         return norm
 
-    def _adamw(self, grads: list[Tensor], scale: float) -> None:
-        c, t = self.config, self.steps + 1
-        lr, (b1, b2) = self.lr_factor * c.lr_at(self.steps), c.betas
-        masters = list(self._masters.values())
-        first, second = (list(self._moments[k].values()) for k in MOMENTS)
+    def _descend(self, grads: list[Tensor], scale: float) -> None:
+        """scale: what clipping leaves of the gradients; Muon does not see their size."""
         torch._foreach_mul_(grads, scale)
+        c, factor = self.config, self.lr_factor * self.config.lr_at(self.steps) / self.config.lr
+        by_muon = {} if c.muon_lr is None else self._stacked
+        for name, parts in by_muon.items():
+            lr = factor * (c.muon_lr or 0.0)
+            self._masters[name].mul_(1 - lr * c.weight_decay)
+            update_matrix(self._masters[name], self._grads[name], self._moments[MOMENTS[0]][name], parts, lr)
+        self._adamw([n for n in self._masters if n not in by_muon], factor * c.lr)
+
+    def _adamw(self, names: list[str], lr: float) -> None:
+        """AdamW (arXiv 1711.05101) on the masters of these parameters."""
+        c, t, (b1, b2) = self.config, self.steps + 1, self.config.betas
+        grads, masters = [self._grads[n] for n in names], [self._masters[n] for n in names]
+        first, second = ([self._moments[k][n] for n in names] for k in MOMENTS)
         torch._foreach_lerp_(first, grads, 1 - b1)
         torch._foreach_mul_(second, b2)
         torch._foreach_addcmul_(second, grads, grads, 1 - b2)
@@ -275,6 +287,14 @@ class DrafterTrainer:
         torch._foreach_add_(denominators, c.eps)
         torch._foreach_mul_(masters, 1 - lr * c.weight_decay)
         torch._foreach_addcdiv_(masters, first, denominators, -lr / (1 - b1**t))
+
+    @property
+    def _stacked(self) -> dict[str, tuple[int, ...]]:
+        """The layer's matrices, and the rows of those that lie stacked in one parameter."""
+        c = self.model.config
+        kv = c.num_kv_heads * c.head_dim
+        return {"fc": (c.hidden_size,), "qkv": (c.num_heads * c.head_dim, kv, kv), "o": (c.hidden_size,),
+                "gate_up": (c.intermediate_size, c.intermediate_size), "down": (c.hidden_size,)}
 
     # ---------------------------------------------------------------- state
 
