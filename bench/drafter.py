@@ -119,11 +119,13 @@ def settings_of(args: argparse.Namespace, minutes: float, seed: int) -> Settings
     )
 
 
-def config_of(args: argparse.Namespace, learning_rate: float, seed: int) -> AdaptiveConfig:
-    """Swaps at the end of each piece of training only: no rollout runs meanwhile."""
+def config_of(args: argparse.Namespace, rate: float, seed: int) -> AdaptiveConfig:
+    """Swaps at the end of each piece of training only: no rollout runs meanwhile. rate: of both learning rates."""
     loss = LossConfig(steps=args.unroll, decay=args.decay, chunk_elements=2**27)
-    trainer = TrainerConfig(lr=learning_rate, micro_rows=args.micro_rows, loss=loss, seed=seed,
-                            draw=DrawPolicy(max_age=0, long_share=0.0))
+    trainer = TrainerConfig(
+        lr=rate * args.learning_rate, muon_lr=rate * args.muon_rate, weight_decay=args.weight_decay,
+        micro_rows=args.micro_rows, loss=loss, seed=seed, draw=DrawPolicy(max_age=0, long_share=0.0),
+    )
     return AdaptiveConfig(trainer=trainer, slice_ms=1000.0, buffer_bytes=args.buffer_gib * 2**30, publish_every=10**9)
 
 
@@ -143,7 +145,7 @@ def part_train(args: argparse.Namespace, out: Path | None) -> None:
     asked, test, counts = asked_of(args)
     shape = {} if args.units is None else {"intermediate_size": args.units}
     engine = engine_for(loaded, fresh(loaded, args.seed, **shape), args)
-    settings, config = settings_of(args, args.minutes, args.seed), config_of(args, args.learning_rate, args.seed)
+    settings, config = settings_of(args, args.minutes, args.seed), config_of(args, 1.0, args.seed)
     rounds = []
     for done in train(engine, asked, settings, drafting=NEVER, config=config):
         rounds.append(done)
@@ -291,7 +293,7 @@ def _move(policy: Any, tokenizer: Any, loaded: LoadedModel, accept: Any, before:
             loaded.model.load_weights(policy)
             now = accept()
             lost = before - now
-            print(f"seed {seed}: {step} steps of fine-tuning, loss {loss.item():.2f}, accept length {now:.2f}", flush=True)
+            print(f"seed {seed}: fine-tuned {step} steps, loss {loss.item():.2f}, accept length {now:.2f}", flush=True)
             if lost >= LOST:
                 return now
     raise RuntimeError(f"shift: expected the drafter to lose {LOST} within 400 steps, it lost {lost:.2f}")
@@ -333,13 +335,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--test-batch", type=int, default=96)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--muon-rate", type=float, default=1e-2, help="learning rate of the layer's matrices")
+    parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--train-share", type=float, default=1.5, help="seconds of training a second of rollouts")
-    parser.add_argument("--micro-rows", type=int, default=8192)
+    parser.add_argument("--micro-rows", type=int, default=4096)
     parser.add_argument("--unroll", type=int, default=5)
     parser.add_argument("--decay", type=float, default=0.8)
     parser.add_argument("--units", type=int, help="of the drafter's feed-forward layer (default: the target's)")
-    parser.add_argument("--buffer-gib", type=int, default=12)
-    parser.add_argument("--shift-rate", type=float, default=1e-3, help="learning rate behind the shift")
+    parser.add_argument("--buffer-gib", type=int, default=6)
+    parser.add_argument("--shift-rate", type=float, default=0.5, help="of the learning rates, behind the shift")
     parser.add_argument("--shift-every", type=int, default=2, help="of the test questions, one in so many")
     parser.add_argument("--won-back-s", type=float, default=WON_BACK_S)
     parser.add_argument("--seeds", type=int, default=3)
