@@ -228,7 +228,7 @@ def build(
                              batch_invariant=mode == "invariant" and args.device != "cpu"),  # fp32 on a CPU is so
         drafter=None if off else fresh(loaded, seed),
     )
-    adaptive = AdaptiveConfig(capture=CAPTURE, trainer=TrainerConfig(lr=2e-3, micro_rows=2048))
+    adaptive = AdaptiveConfig(capture=CAPTURE, trainer=TrainerConfig(lr=2e-3, micro_rows=2048, capture=False))
     return engine, None if off else AdaptiveDrafter(engine, adaptive)
 
 
@@ -409,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="no step begins later in the life of a run's process")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="of a run's process; no step begins later")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--entries", type=int, default=4096, help="of `questions`")
     parser.add_argument("--test-questions", type=int, default=256)
