@@ -109,7 +109,7 @@ def schedule_kernel(
 
 
 @triton.jit
-def _fold(acc, top, total, q, k, v, visible, scale_log2, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def fold(acc, top, total, q, k, v, visible, scale_log2, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """One block of the online softmax: acc fp32 [M, D], top and total fp32 [M], visible bool [M, N]."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
     if MASKED:
@@ -178,7 +178,7 @@ def attend_kernel(
         else:
             k = tl.load(k_cache + at, mask=(d < D)[None, :], other=0.0)
             v = tl.load(v_cache + at, mask=(d < D)[None, :], other=0.0)
-        acc, top, total = _fold(acc, top, total, q_tile, k, v, True, scale_log2, False, PRECISION)
+        acc, top, total = fold(acc, top, total, q_tile, k, v, True, scale_log2, False, PRECISION)
 
     low_word = tl.load(ancestors + row * 2)
     high_word = tl.load(ancestors + row * 2 + 1)
@@ -201,7 +201,7 @@ def attend_kernel(
             key_position = tl.load(positions + first_row + tl.where(in_step, bit, 0), mask=in_step, other=0)
             key_position = tl.where(in_step, key_position, key.to(tl.int64))
             visible &= position[:, None] - key_position[None, :] < WINDOW
-        acc, top, total = _fold(acc, top, total, q_tile, k, v, visible, scale_log2, True, PRECISION)
+        acc, top, total = fold(acc, top, total, q_tile, k, v, visible, scale_log2, True, PRECISION)
 
     if splits == 1:
         done = acc / total[:, None]

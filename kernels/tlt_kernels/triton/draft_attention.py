@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tlt_kernels.triton.attention_kernels import _fold
+from tlt_kernels.triton.attention_kernels import fold
 from tlt_kernels.triton.draft_rows import Places
 from tlt_kernels.triton.launch import dependent
 
@@ -90,7 +90,7 @@ def attend_drafts_kernel(
             words = tl.where((i_node < 64)[None, :], low[:, None], high[:, None])
             bit = (words >> (i_node & 63).to(tl.int64)[None, :]) & 1
             visible |= near[None, :] & (bit != 0) & live[:, None]
-        acc, top, total = _fold(acc, top, total, q_tile, k, v, visible, scale_log2, True, PRECISION)
+        acc, top, total = fold(acc, top, total, q_tile, k, v, visible, scale_log2, True, PRECISION)
 
     done = here
     if SPLITS > 1:
