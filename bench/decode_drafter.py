@@ -53,8 +53,8 @@ def build(model: LoadedModel, drafter: EagleModel, batch: int, profile: Profile)
 
 
 def parts_ms(engine: RolloutEngine, repeat: int = 20) -> dict[str, float]:
-    """Milliseconds of the graphs of a step, each replayed back to back between CUDA events: all of them are harmless to
-    repeat, on the inputs of the last step."""
+    """Milliseconds of the graphs of a step, each replayed back to back between CUDA events, on the inputs of the last
+    step. `extend` goes on by a walk each time: what the engine emits afterwards is nobody's."""
     runner = engine._core.runner
     assert isinstance(runner, DeviceRunner) and runner._graphs is not None and runner._drafting is not None
     flight = runner._latest
