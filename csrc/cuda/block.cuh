@@ -7,7 +7,7 @@ namespace tlt::cuda {
 constexpr int kBlock = 512;
 constexpr int kBlockWarps = kBlock / 32;
 constexpr int kBins = 2048;  // also the longest list that block_sort takes: 4 entries a thread
-constexpr int kCounted = 160;  // of which so many are sorted by counting
+constexpr int kCounted = 256;  // of which so many are sorted by counting
 
 __device__ __forceinline__ float block_sum(float x, float* scratch) {
   x = warp_sum(x);

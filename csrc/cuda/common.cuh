@@ -83,6 +83,18 @@ __device__ __forceinline__ void copies_done() {
 #endif
 }
 
+// Counts one up and returns what stood there. What its block has written before the barrier in front of it is seen by
+// all who find it counted, behind a barrier of their own.
+__device__ __forceinline__ uint32_t arrive(uint32_t* counter) {
+#ifdef __CUDA_ARCH__
+  uint32_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+#else
+  return atomicAdd(counter, 1u);
+#endif
+}
+
 // Eight neighbouring logits as they lie in memory: one or two 16-byte loads.
 template <typename T>
 struct Raw8 {

@@ -1,9 +1,9 @@
 // A pass over the row keeps the largest score of every 16 columns (a slot), with logs good to 1e-4; the k-th largest of
 // those bounds the k-th largest score, and only what reaches it is scored exactly and sorted.
 //
-// Rows without filters: several blocks make the pass, strip by strip, and the last of them does the rest; sums depend on
-// the strips alone, so results do not depend on how many blocks share a row. Filtered rows: one block, which processes
-// and cuts the row as the filtered sampler does it, then makes the pass over what is left.
+// Rows without filters: several blocks make the pass, strip by strip, and the last of them does the rest; sums depend
+// on the strips alone, so results do not depend on how many blocks share a row. Filtered rows: one block, which
+// processes and cuts the row as the filtered sampler does it, then makes the pass over what is left.
 #pragma once
 #include "draft.h"
 #include "sample_filtered.cuh"
@@ -37,10 +37,6 @@ struct DraftRow {
   float top = negative_infinity<float>();
   float2 sum = make_float2(0.0f, 0.0f);
 
-  __device__ __forceinline__ uint32_t word(int column) const {
-    return noise ? f.row.word(target_of(a.rows, column)) : 0u;
-  }
-
   __device__ __forceinline__ float logit(int column) const {
     return modified_at(a.rows, f.row.row, *f.touched, kMods, column, widen(f.logits[column]));
   }
@@ -55,12 +51,18 @@ struct DraftRow {
 
   template <typename F>
   __device__ __forceinline__ void score(const float (&x)[8], int group, F&& visit) const {
+    const bool mapped = noise && a.rows.d2t;
     Words4 words[2] = {};
-    if (noise && !a.rows.d2t) words[0] = f.row.words(group * 2), words[1] = f.row.words(group * 2 + 1);
+    int targets[8] = {};
+    if (mapped) {
+      targets8(a.rows, group, targets);
+    } else if (noise) {
+      words[0] = f.row.words(group * 2), words[1] = f.row.words(group * 2 + 1);
+    }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (!(x[i] > negative_infinity<float>())) continue;
-      visit(x[i], group * 8 + i, noise && a.rows.d2t ? word(group * 8 + i) : words[i / 4].x[i % 4]);
+      visit(x[i], group * 8 + i, mapped ? f.row.word(targets[i]) : words[i / 4].x[i % 4]);
     }
   }
 
@@ -102,15 +104,15 @@ struct DraftRow {
     }
     const int strips = draft_strips(f.columns);
     const float2* sums = from.strips + static_cast<int64_t>(f.row.row) * strips;
-    float y_max = -1e37f, mass = 0.0f;
-    for (int s = threadIdx.x; s < strips; s += kBlock) y_max = fmaxf(y_max, __ldcg(sums + s).x);
-    y_max = block_max(y_max, f.sh.scratch);
+    float2 mine = make_float2(-1e37f, 0.0f);
     for (int s = threadIdx.x; s < strips; s += kBlock) {
       const float2 strip = __ldcg(sums + s);
-      mass += strip.y * exp2_fast(strip.x - y_max);
+      const float y_max = fmaxf(mine.x, strip.x);
+      mine = make_float2(y_max, mine.y * exp2_fast(mine.x - y_max) + strip.y * exp2_fast(strip.x - y_max));
     }
     top = block_max(top, f.sh.scratch);
-    sum = make_float2(y_max, block_sum(mass, f.sh.scratch));
+    sum.x = block_max(mine.x, f.sh.scratch);
+    sum.y = block_sum(mine.y * exp2_fast(mine.x - sum.x), f.sh.scratch);
     return sum.y > 0.0f && sum.y <= 3.4028234e38f;
   }
 
@@ -135,9 +137,35 @@ struct DraftRow {
     sum = make_float2(y_max, block_sum(mass, f.sh.scratch));
   }
 
-  // The exact scores of what may be among the k best, sorted; kList + 1 when they do not fit. First the slots that reach
-  // the bound, by threads that had one each; then a thread for each of their columns.
-  __device__ __forceinline__ int list() {
+  // A column that may be among the k best.
+  struct Candidate {
+    int column, target;
+    float x;
+    uint32_t bits;
+    uint64_t entry;  // by its exact score
+  };
+
+  // Whether column i % 16 of slot hot[i / 16] reaches the bound.
+  __device__ __forceinline__ bool candidate(const int* hot, int i, float bound, Candidate& c) const {
+    const int slot = hot[i / 16], apart = first_group(slot) * 8 + i / 8 % 2 * 256 + i % 8;
+    c.column = shared ? slot * 16 + i % 16 : apart;
+    if (c.column >= f.columns) return false;
+    c.target = target_of(a.rows, c.column);  // on its way while the logit is
+    c.x = logit(c.column);
+    c.bits = noise ? f.row.word(c.target) : 0u;
+    if (!(c.x > negative_infinity<float>()) || !f.keeps(kept, c.x, c.column) || near(c.x, c.bits) < bound) return false;
+    c.entry = pack_entry(exact(c.x, c.bits), c.column);
+    return true;
+  }
+
+  __device__ __forceinline__ void push(uint64_t entry) const {
+    const int at = atomicAdd(&f.sh.listed, 1);
+    if (at < kList) f.sh.list[at] = entry;
+  }
+
+  // Ranks what may be among the k best by exact scores and writes the k best: first the slots that reach the bound, by
+  // threads that had one each; then a thread for each of their columns. False when they do not fit.
+  __device__ __forceinline__ bool rank() const {
     const float slack = 1e-3f + 1e-6f * fabsf(top);
     const float bound = slot_bound(f.sh, f.slots, f.slot_count, top, 1.0f, a.k) - slack;
     int* const hot = reinterpret_cast<int*>(f.sh.more_masses);
@@ -149,28 +177,33 @@ struct DraftRow {
       if (at < kBins) hot[at] = slot;
     }
     __syncthreads();
-    const int reaching = static_cast<int>(f.sh.bound);
-    if (reaching > kBins) return kList + 1;
-    for (int i = threadIdx.x; i < reaching * 16; i += kBlock) {
-      const int slot = hot[i / 16], at_first = first_group(slot) * 8 + i / 8 % 2 * 256 + i % 8;
-      const int column = shared ? slot * 16 + i % 16 : at_first;
-      if (column >= f.columns) continue;
-      const float x = logit(column);
-      if (!(x > negative_infinity<float>()) || !f.keeps(kept, x, column)) continue;
-      const uint32_t bits = noise ? word(column) : 0u;
-      if (near(x, bits) < bound) continue;
-      const int at = atomicAdd(&f.sh.listed, 1);
-      if (at < kList) f.sh.list[at] = pack_entry(exact(x, bits), column);
+    const int reaching = static_cast<int>(f.sh.bound), columns = reaching * 16;
+    if (reaching > kBins) return false;
+    Candidate mine;
+    if (columns <= kBlock) {  // each thread keeps its own
+      const bool there = static_cast<int>(threadIdx.x) < columns && candidate(hot, threadIdx.x, bound, mine);
+      if (there) push(mine.entry);
+      __syncthreads();
+      const int listed = f.sh.listed;
+      int better = 0;
+      for (int i = 0; there && i < listed; ++i) better += f.sh.list[i] > mine.entry;
+      if (there && better < a.k) write(better, mine);
+      write_rest(listed);
+      return true;
+    }
+    for (int i = threadIdx.x; i < columns; i += kBlock) {
+      if (candidate(hot, i, bound, mine)) push(mine.entry);
     }
     __syncthreads();
     const int listed = f.sh.listed;
-    if (listed > kList) return kList + 1;
+    if (listed > kList) return false;
     block_sort(f.sh.list, listed);
-    return listed;
+    write_listed(listed);
+    return true;
   }
 
   // Thousands of equal scores: k rounds, each finding the best entry below the last.
-  __device__ __forceinline__ int list_by_rounds() {
+  __device__ __forceinline__ void rank_by_rounds() {
     uint64_t last = ~0ull;
     for (int round = 0; round < a.k; ++round) {
       uint64_t best = 0;
@@ -186,23 +219,41 @@ struct DraftRow {
       atomicMax(reinterpret_cast<unsigned long long*>(&f.sh.list[round]), static_cast<unsigned long long>(best));
       __syncthreads();
       last = f.sh.list[round];
-      if (last == 0) return round;
+      if (last == 0) return write_listed(round);
     }
-    return a.k;
+    write_listed(a.k);
   }
 
-  __device__ __forceinline__ void write(int listed) const {
-    for (int i = threadIdx.x; i < a.k; i += kBlock) {
+  __device__ __forceinline__ void write(int place, const Candidate& c) const {
+    const int64_t at = static_cast<int64_t>(f.row.row) * a.k + place;
+    const float logprob = log_probability(c.x, f.per_unit, sum);
+    a.tokens[at] = c.target;
+    a.draft_ids[at] = c.column;
+    a.logprobs[at] = logprob;
+    a.scores[at] = noise ? logprob + gumbel(c.bits) : logprob;
+  }
+
+  // The places from `listed` on, of which there are k.
+  __device__ __forceinline__ void write_rest(int listed) const {
+    for (int i = listed + static_cast<int>(threadIdx.x); i < a.k; i += kBlock) {
       const int64_t at = static_cast<int64_t>(f.row.row) * a.k + i;
-      const bool there = i < listed;
-      const int column = there ? entry_id(f.sh.list[i]) : 0;
-      float logprob = negative_infinity<float>();
-      if (there) logprob = log_probability(logit(column), f.per_unit, sum);
-      a.tokens[at] = there ? target_of(a.rows, column) : -1;
-      a.draft_ids[at] = there ? column : -1;
-      a.logprobs[at] = logprob;
-      a.scores[at] = there && noise ? logprob + gumbel(word(column)) : logprob;
+      a.tokens[at] = -1, a.draft_ids[at] = -1;
+      a.logprobs[at] = a.scores[at] = negative_infinity<float>();
     }
+  }
+
+  __device__ __forceinline__ void write_listed(int listed) const {
+    for (int i = threadIdx.x; i < min(listed, a.k); i += kBlock) {
+      const int column = entry_id(f.sh.list[i]), target = target_of(a.rows, column);
+      write(i, {column, target, logit(column), noise ? f.row.word(target) : 0u, 0});
+    }
+    write_rest(listed);
+  }
+
+  // All that is left once the scores are there; not valid: the row has no answer.
+  __device__ __forceinline__ void finish(bool valid) {
+    if (!valid) return write_rest(0);
+    if (!rank()) rank_by_rounds();
   }
 };
 
@@ -227,22 +278,13 @@ __global__ void __launch_bounds__(kBlock, 2) draft_shared_kernel(const __grid_co
   for (int s = threadIdx.x / 32 * splits + blockIdx.x; s < draft_strips(columns); s += kBlockWarps * splits) {
     draft.score_strip(s, w);
   }
-  __threadfence();  // slots and sums are visible before the arrival is
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = atomicAdd(a.rows.arrived + r, 1u) == static_cast<unsigned>(splits) - 1u;
+    last = arrive(a.rows.arrived + r) == static_cast<unsigned>(splits) - 1u;
     if (last) a.rows.arrived[r] = 0;
   }
   __syncthreads();
-  if (!last) return;
-  __threadfence();
-  int listed = 0;
-  if (draft.gather(w)) {
-    listed = draft.list();
-    if (listed > kList) listed = draft.list_by_rounds();
-  }
-  __syncthreads();
-  draft.write(listed);
+  if (last) draft.finish(draft.gather(w));
 }
 
 template <typename T, bool kMods>
@@ -262,14 +304,8 @@ __global__ void __launch_bounds__(kBlock, 2) draft_filtered_kernel(const __grid_
   Cut cut{negative_infinity<float>(), columns};
   if (valid && !state.narrow(cut)) cut = state.slow_cut();
   DraftRow<T, kMods> draft{a, state, state.kept_by(cut), a.noise && !row.greedy, false};
-  int listed = 0;
-  if (valid) {
-    draft.score_kept();
-    listed = draft.list();
-    if (listed > kList) listed = draft.list_by_rounds();
-  }
-  __syncthreads();
-  draft.write(listed);
+  if (valid) draft.score_kept();
+  draft.finish(valid);
 }
 
 // Blocks a row: at few rows as many as keep a warp for each strip, at many as fill the device.

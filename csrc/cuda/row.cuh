@@ -129,6 +129,30 @@ __device__ __forceinline__ int target_of(const SampleArgs& a, int column) {
                                               : static_cast<const int32_t*>(a.d2t)[column]);
 }
 
+// The targets of a group of 8 columns.
+__device__ __forceinline__ void targets8(const SampleArgs& a, int group, int (&targets)[8]) {
+  if (group * 8 + 8 > a.columns || reinterpret_cast<uintptr_t>(a.d2t) % 16 != 0) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) targets[i] = target_of(a, group * 8 + i);
+    return;
+  }
+  const int4* from = static_cast<const int4*>(a.d2t) + group * (a.d2t_wide ? 4 : 2);
+  if (a.d2t_wide) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int4 two = __ldg(from + i);  // the lower halves of two of int64
+      targets[2 * i] = group * 8 + 2 * i + two.x, targets[2 * i + 1] = group * 8 + 2 * i + 1 + two.z;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int4 four = __ldg(from + i);
+      targets[4 * i] = group * 8 + 4 * i + four.x, targets[4 * i + 1] = group * 8 + 4 * i + 1 + four.y;
+      targets[4 * i + 2] = group * 8 + 4 * i + 2 + four.z, targets[4 * i + 3] = group * 8 + 4 * i + 3 + four.w;
+    }
+  }
+}
+
 // Allowed mask, bias and penalties of one logit: everything before the temperature. -inf = not a candidate.
 __device__ __forceinline__ float modified(const SampleArgs& a, int r, const Touched& touched, int id, float x) {
   if (id >= a.limit) return negative_infinity<float>();
@@ -294,10 +318,10 @@ struct Argmax {
   }
 
   // Lanes whose bit 32 j / 32 of `hot` is set look at group first + 32 j; logits_of(group, x[8]) gives its logits, -inf
-  // for what is no candidate. Whole warps; the bound rises.
-  template <typename F>
+  // for what is no candidate; take_up(logit, word, id) those that may win. Whole warps; the bound rises.
+  template <typename F, typename O>
   __device__ __forceinline__ void consider(const Row& row, uint32_t hot, int first, float per_unit, float y_max,
-                                           float most, F&& logits_of) {
+                                           float most, F&& logits_of, O&& take_up) {
     while (hot) {
       const int group = first + 32 * (__ffs(static_cast<int>(hot)) - 1);
       hot &= hot - 1;
@@ -316,7 +340,7 @@ struct Argmax {
           const int i = __ffs(static_cast<int>(candidates)) - 1;
           candidates &= candidates - 1;
           const uint32_t bits = i < 2 ? (i == 0 ? w.x[0] : w.x[1]) : (i == 2 ? w.x[2] : w.x[3]);
-          offer(row, pick8(logits, 4 * half + i), bits, group * 8 + 4 * half + i);
+          take_up(pick8(logits, 4 * half + i), bits, group * 8 + 4 * half + i);
         }
       }
     }
@@ -349,12 +373,13 @@ struct Argmax {
 
   // The noise of a strip: groups first + 32 j of each lane, s8[j] the sum of p over group j. share(bound) tells the
   // row's other warps and returns the best bound of all: without it, all of them would look closely at most of their
-  // first strips (56 % more instructions at 24 warps a row).
-  template <int kGroups, typename F, typename S>
+  // first strips (56 % more instructions at 24 warps a row). What may win goes to take_up; what begins is offered, and
+  // comes from sure_of.
+  template <int kGroups, typename F, typename G, typename S, typename O>
   __device__ __forceinline__ void strip(const Row& row, int first, const float (&s8)[kGroups], float per_unit,
-                                        float y_max, F&& logits_of, S&& share) {
+                                        float y_max, F&& logits_of, G&& sure_of, S&& share, O&& take_up) {
     if (!(bound > negative_infinity<float>())) {
-      begin(row, first, per_unit, y_max, logits_of);
+      begin(row, first, per_unit, y_max, sure_of);
       bound = share(bound);
     }
     bound = fmaxf(bound, least_of_max(y_max));
@@ -368,7 +393,7 @@ struct Argmax {
                                  min(min(high.x[0], high.x[1]), min(high.x[2], high.x[3])));
       if (static_cast<float>(least) <= s8[j] * most) hot |= 1u << j;
     }
-    if (__any_sync(kAll, hot != 0)) consider(row, hot, first, per_unit, y_max, most, logits_of);
+    if (__any_sync(kAll, hot != 0)) consider(row, hot, first, per_unit, y_max, most, logits_of, take_up);
   }
 
   // The lane's best with its exact score.

@@ -17,7 +17,9 @@ constexpr int kNucleusSlots = 640;   // top-p alone: try the logits above this m
 constexpr float kFar = 40.0f;        // e^-40 of the largest mass, times any vocabulary, is below fp32's resolution
 
 constexpr int kWide = 9216;          // entries of a nucleus's window: two blocks fit a multiprocessor's 228 KB
+constexpr int kUndecided = 256;
 constexpr int kSampled = 8;          // one group of 8 logits in so many places the window
+constexpr float kSlotShare = 1.5f;   // a list is tried where so many times the slots' own mass reach the nucleus's
 constexpr float kListable = 16.0f;   // nuclei of more than so many times the largest mass are not tried as a list
 
 inline __host__ __device__ int slots_of(int columns) { return strips_of(columns) * 64; }
@@ -50,6 +52,8 @@ struct FilterShared {
   unsigned long long fixed[kBlockWarps];
   int listed, found;
   uint32_t bound;
+  int undecided;               // ids of a nucleus's window whose noise may win, should the cut keep them
+  int32_t waiting[kUndecided];
 };
 
 // A value that at least `wanted` slot maxima reach, so at least that many entries of the row: within unit * kReach / 2048
@@ -112,10 +116,15 @@ struct FilteredRow {
     RunningSum sum, raw_sum;
     float top_all = negative_infinity<float>();
     bool bad = false;
+    const auto load = [&](int s, Held<T>& held) {
+      if (s < strips_of(columns)) held.load(logits, first_of(s), columns, aligned && (s + 1) * kStrip <= columns);
+    };
+    Held<T> next;
+    load(threadIdx.x / 32, next);
     for (int s = threadIdx.x / 32; s < strips_of(columns); s += kBlockWarps) {
       const int first = first_of(s);
-      Held<T> held;
-      held.load(logits, first, columns, aligned && (s + 1) * kStrip <= columns);
+      const Held<T> held = next;
+      load(s + kBlockWarps, next);  // on its way while this one is added up
       if (a.raw_logprobs) add(raw_sum, held, kLog2e);
       float top[2];
 #pragma unroll
@@ -233,6 +242,7 @@ struct FilteredRow {
     }
     const bool complete = !nucleus_only || by_min_p >= bound;
     if (!complete && row.min_p > 0.0f) return false;  // `total` covers more than min-p's survivors
+    if (!complete && kSlotShare * mass_of_slots(bound) < row.top_p * total) return false;
     int n = list_above(fmaxf(by_min_p, bound));
     if (n > kList) return false;
     if (row.min_p > 0.0f) n = first_below(n, floor_z);
@@ -247,6 +257,15 @@ struct FilteredRow {
     cut = {entry_score(sh.list[n - 1]), entry_id(sh.list[n - 1])};
     kept = n;
     return true;
+  }
+
+  // Mass of the largest of each slot that reaches `bound`: most of what a list of all logits there would hold.
+  __device__ __forceinline__ float mass_of_slots(float bound) const {
+    float sum = 0.0f;
+    for (int slot = threadIdx.x; slot < slot_count; slot += kBlock) {
+      if (slots[slot] >= bound) sum += mass(z_of(slots[slot]));
+    }
+    return block_sum(sum, sh.scratch);
   }
 
   __device__ __forceinline__ int first_below(int n, float floor_z) {
@@ -437,14 +456,14 @@ struct FilteredRow {
     }
   }
 
-  // Strip s of a drawing pass: `held` its logits, s8 the sums of its groups, logits_of the same logits again.
-  template <typename F>
+  // A strip of a drawing pass, as Argmax::strip.
+  template <typename F, typename G, typename O>
   __device__ __forceinline__ void draw_strip(int first, const float (&s8)[kStripGroups], float y_max, Argmax& argmax,
-                                             F&& logits_of) {
+                                             F&& logits_of, G&& sure_of, O&& take_up) {
     const float before = fmaxf(argmax.bound, bound_of(read_bound(&sh.bound)));
     argmax.bound = before;
-    argmax.template strip<kStripGroups>(row, first, s8, per_unit, y_max, logits_of,
-                                        [&](float bound) { return share_bound(&sh.bound, bound); });
+    argmax.template strip<kStripGroups>(row, first, s8, per_unit, y_max, logits_of, sure_of,
+                                        [&](float bound) { return share_bound(&sh.bound, bound); }, take_up);
     if (threadIdx.x % 32 == 0 && argmax.bound > before) atomicMax(&sh.bound, ordered_key(argmax.bound));
   }
 
@@ -470,14 +489,16 @@ struct FilteredRow {
         s8[j] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
       }
       sum += (s8[0] + s8[1]) + (s8[2] + s8[3]);
-      draw_strip(first, s8, y_max, argmax, [&](int g, float(&x)[8]) { again(kept, g, x); });
+      const auto logits_of = [&](int g, float(&x)[8]) { again(kept, g, x); };
+      draw_strip(first, s8, y_max, argmax, logits_of, logits_of,
+                 [&](float x, uint32_t bits, int at) { argmax.offer(row, x, bits, at); });
     }
     return sum;
   }
 
   __device__ __forceinline__ void start_pass() {
     __syncthreads();
-    if (threadIdx.x == 0) sh.bound = 0, sh.listed = 0;
+    if (threadIdx.x == 0) sh.bound = 0, sh.listed = 0, sh.undecided = 0;
     __syncthreads();
   }
 
@@ -501,32 +522,23 @@ struct FilteredRow {
   __device__ __forceinline__ bool draw_nucleus();
   __device__ __forceinline__ float2 place_window(float tail);
   __device__ __forceinline__ float window_pass(const Window& window, Argmax& argmax);
-  __device__ __forceinline__ bool window_cut(const Window& window, int listed, float above, float need, Cut& cut);
-
-  // Offers n entries, (z, id) by entry(i), where the cut keeps them; add(p) gets their masses.
-  template <typename E, typename F>
-  __device__ __forceinline__ void offer_entries(int n, E&& entry, Cut cut, Argmax& argmax, F&& add) {
-    const float most = argmax.scale(x_max * per_unit) * 1.0001f;  // mass() and the bound's p may differ by 1e-6
-    for (int i = threadIdx.x; i < n; i += kBlock) {
-      float z;
-      int id;
-      entry(i, z, id);
-      if (!cut.keeps(z, id)) continue;
-      const float p = mass(z);
-      add(p);
-      const uint32_t word = row.word(id);
-      if (!(static_cast<float>(word) <= p * most && p > 0.0f)) continue;
-      argmax.offer(row, modified_at(a, row.row, *touched, kMods, id, widen(logits[id])), word, id);
-    }
-  }
+  __device__ __forceinline__ bool window_cut(const Window& window, int listed, float above, float need, Cut& cut,
+                                             float& mass_kept);
 
   // What narrow() kept stands in the list, sorted: no second read of the row.
   __device__ __forceinline__ void draw_listed(Cut cut) {
     Argmax argmax;
     argmax.bound = Argmax::least_of_max(x_max * per_unit);
+    const float most = argmax.scale(x_max * per_unit) * 1.0001f;  // mass() and the bound's p may differ by 1e-6
     float sum = 0.0f;
-    const auto entry = [&](int i, float& z, int& id) { z = entry_score(sh.list[i]), id = entry_id(sh.list[i]); };
-    offer_entries(kept, entry, cut, argmax, [&](float p) { sum += p; });
+    for (int i = threadIdx.x; i < kept; i += kBlock) {
+      const int id = entry_id(sh.list[i]);
+      const float p = mass(entry_score(sh.list[i]));
+      sum += p;
+      const uint32_t word = row.word(id);
+      if (!(static_cast<float>(word) <= p * most && p > 0.0f)) continue;
+      argmax.offer(row, modified_at(a, row.row, *touched, kMods, id, widen(logits[id])), word, id);
+    }
     finish(argmax, cut, block_sum(sum, sh.scratch));
   }
 

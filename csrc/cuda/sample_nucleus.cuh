@@ -17,8 +17,8 @@ __device__ __forceinline__ unsigned long long warp_sum64(unsigned long long x) {
   return x;
 }
 
-// The sum of all threads' parts. A 64-bit atomic in shared memory is a loop of its own for each thread: with one atomic a
-// thread this took a fifth of the nucleus's time.
+// The sum of all threads' parts. A 64-bit atomic in shared memory is a loop of its own for each thread: with one atomic
+// a thread this took a fifth of the nucleus's time.
 __device__ __forceinline__ float block_fixed(unsigned long long mine, unsigned long long (&scratch)[kBlockWarps]) {
   mine = warp_sum64(mine);
   __syncthreads();
@@ -41,8 +41,9 @@ struct FilteredRow<T, kMods>::Window {
 };
 
 // A sample of one logit in 8 says where the cut lies, to 4.5 standard deviations; one pass then draws what is
-// surely kept and lists the few thousand logits in between, among which the exact cut is found. Two reads of the row
-// in all. False where the sample misled or the list overflowed: then the slow way decides.
+// surely kept and lists the few thousand logits in between, among which the exact cut is found. The pass sees their
+// noise too: the few that may win wait for the cut. Two reads of the row in all. False where the sample misled or a
+// list overflowed: then the slow way decides.
 template <typename T, bool kMods>
 __device__ __forceinline__ bool FilteredRow<T, kMods>::draw_nucleus() {
   const float need = row.top_p * total;
@@ -54,12 +55,15 @@ __device__ __forceinline__ bool FilteredRow<T, kMods>::draw_nucleus() {
   const float sum = block_sum(window_pass(window, argmax), sh.scratch);
   const int listed = sh.listed;
   Cut cut{0.0f, 0};
-  if (listed == 0 || listed > kWide || !(sum < need)) return false;
-  if (!window_cut(window, listed, sum, need, cut)) return false;
-  unsigned long long fixed = 0;
-  const auto entry = [&](int i, float& z, int& id) { z = window.z[i], id = ids[i]; };
-  offer_entries(listed, entry, cut, argmax, [&](float p) { fixed += to_fixed(p); });
-  finish(argmax, cut, sum + block_fixed(fixed, sh.fixed));
+  float kept_sum = 0.0f;
+  if (listed == 0 || listed > kWide || sh.undecided > kUndecided || !(sum < need)) return false;
+  if (!window_cut(window, listed, sum, need, cut, kept_sum)) return false;
+  for (int i = threadIdx.x; i < sh.undecided; i += kBlock) {
+    const int id = sh.waiting[i];
+    const float x = modified_at(a, row.row, *touched, kMods, id, widen(logits[id]));
+    if (cut.keeps(z_of(x), id)) argmax.offer(row, x, row.word(id), id);
+  }
+  finish(argmax, cut, kept_sum);
   return true;
 }
 
@@ -68,6 +72,7 @@ __device__ __forceinline__ bool FilteredRow<T, kMods>::draw_nucleus() {
 template <typename T, bool kMods>
 __device__ __forceinline__ float FilteredRow<T, kMods>::window_pass(const Window& window, Argmax& argmax) {
   const Kept surely{{0.0f, 0}, window.high, negative_infinity<float>()};
+  const Kept maybe{{0.0f, 0}, window.low, negative_infinity<float>()};
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int strips = strips_of(columns);
   const float y_max = x_max * per_unit;
@@ -95,12 +100,11 @@ __device__ __forceinline__ float FilteredRow<T, kMods>::window_pass(const Window
       for (int i = 0; i < 8; ++i) {
         const bool above = x[i] >= window.high;
         if (!above && x[i] >= window.low && x[i] > negative_infinity<float>()) inside |= 1u << (8 * j + i);
-        const float p = exp2_fast(fmaf(x[i], per_unit, -y_max));
-        x[i] = above ? p : 0.0f;
+        x[i] = exp2_fast(fmaf(x[i], per_unit, -y_max));
+        sum += above ? x[i] : 0.0f;
       }
       s8[j] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
     }
-    sum += (s8[0] + s8[1]) + (s8[2] + s8[3]);
     const int count = __popc(inside);
     int upto = count;
 #pragma unroll
@@ -115,7 +119,12 @@ __device__ __forceinline__ float FilteredRow<T, kMods>::window_pass(const Window
       if (at < kWide) window.ids[at] = first * 8 + (bit & 24) * 32 + (bit & 7);
     }
     __syncwarp();
-    draw_strip(first, s8, y_max, argmax, [&](int g, float(&x)[8]) { again(surely, g, x); });
+    draw_strip(first, s8, y_max, argmax, [&](int g, float(&x)[8]) { again(maybe, g, x); },
+               [&](int g, float(&x)[8]) { again(surely, g, x); }, [&](float x, uint32_t bits, int id) {
+                 if (x >= window.high) return argmax.offer(row, x, bits, id);
+                 const int at = atomicAdd(&sh.undecided, 1);
+                 if (at < kUndecided) sh.waiting[at] = id;
+               });
   }
   return sum;
 }
@@ -123,19 +132,34 @@ __device__ __forceinline__ float FilteredRow<T, kMods>::window_pass(const Window
 // Logits x >= .x are kept, x < .y dropped, unless the sample misleads. tail: the mass to drop.
 template <typename T, bool kMods>
 __device__ __forceinline__ float2 FilteredRow<T, kMods>::place_window(float tail) {
-  const float per_x = (kBins - 1) / (kFar * row.temperature);
+  // What lies below the bins weighs less than a thousandth of the tail, however many ids it is.
+  const float reach = tail > 0.0f ? fminf(fmaxf(logf(1e3f * columns / tail), 1.0f), kFar) : kFar;
+  const float per_x = (kBins - 1) / (reach * row.temperature);
   __syncthreads();
   for (int i = threadIdx.x; i < kBins; i += kBlock) sh.counts[i] = 0;
   __syncthreads();
   const int groups = (columns + 7) / 8;
-  for (int g = threadIdx.x * kSampled + threadIdx.x % kSampled; g < groups; g += kBlock * kSampled) {
-    float x[8];
-    unpack8(load8(logits, g, columns, aligned), x);
-    modify8<kMods>(a, row.row, touched, g, x);
+  constexpr int kAtOnce = 4;  // loads on their way together
+  for (int start = threadIdx.x * kSampled + threadIdx.x % kSampled; start < groups;
+       start += kAtOnce * kBlock * kSampled) {
+    Raw8<T> raw[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (x[i] > negative_infinity<float>()) {
-        atomicAdd(&sh.counts[static_cast<int>(fminf((x_max - x[i]) * per_x, kBins - 1.0f))], 1u);
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int g = start + j * kBlock * kSampled;
+      if (g < groups) raw[j] = load8(logits, g, columns, aligned);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int g = start + j * kBlock * kSampled;
+      if (g >= groups) break;
+      float x[8];
+      unpack8(raw[j], x);
+      modify8<kMods>(a, row.row, touched, g, x);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (x[i] > negative_infinity<float>()) {
+          atomicAdd(&sh.counts[static_cast<int>(fminf((x_max - x[i]) * per_x, kBins - 1.0f))], 1u);
+        }
       }
     }
   }
@@ -162,11 +186,11 @@ __device__ __forceinline__ float2 FilteredRow<T, kMods>::place_window(float tail
   return make_float2(x_max - first / per_x, bottom);
 }
 
-// The cut among the window's logits, `above` being the mass above them. False when it lies at the window's edge, where
-// equal z may stand outside, or too many are equal.
+// The cut among the window's logits, `above` being the mass above them, and the mass of all it keeps. False when it
+// lies at the window's edge, where equal z may stand outside, or too many are equal.
 template <typename T, bool kMods>
 __device__ __forceinline__ bool FilteredRow<T, kMods>::window_cut(const Window& window, int listed, float above,
-                                                                  float need, Cut& cut) {
+                                                                  float need, Cut& cut, float& mass_kept) {
   const float high = z_of(window.high), low = fmaxf(z_of(window.low), z_max - kFar);
   const float per_z = (kBins - 1) / (high - low);
   const auto bin_of = [&](float z) { return static_cast<int>(fminf(fmaxf((high - z) * per_z, 0.0f), kBins - 1.0f)); };
@@ -198,6 +222,7 @@ __device__ __forceinline__ bool FilteredRow<T, kMods>::window_cut(const Window& 
   const int last = block_first(sh.masses, few, start, need, &sh.found);
   if (last >= few) return false;
   cut = {entry_score(sh.list[last]), entry_id(sh.list[last])};
+  mass_kept = start + sh.masses[last];
   return true;
 }
 

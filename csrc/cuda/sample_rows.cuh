@@ -183,8 +183,10 @@ struct StripScan {
     } else {
       const float before = fmaxf(argmax.bound, bound_of(found));
       argmax.bound = before;
-      argmax.strip<kStripGroups>(row, first, s8, per_unit, sums.y_max, [&](int g, float(&x)[8]) { again(g, x); },
-                                 [&](float bound) { return share_bound(shared_bound, bound); });
+      const auto logits_of = [&](int g, float(&x)[8]) { again(g, x); };
+      argmax.strip<kStripGroups>(row, first, s8, per_unit, sums.y_max, logits_of, logits_of,
+                                 [&](float bound) { return share_bound(shared_bound, bound); },
+                                 [&](float x, uint32_t bits, int at) { argmax.offer(row, x, bits, at); });
       if (threadIdx.x % 32 == 0 && argmax.bound > before) atomicMax(shared_bound, ordered_key(argmax.bound));
     }
     return sums;
@@ -255,7 +257,8 @@ __device__ __forceinline__ void finish_row(const SampleArgs& a, const Row& row, 
 }
 
 template <typename T, bool kMods>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks) sample_rows(const __grid_constant__ SampleArgs a, const RowWorkspace w) {
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks) sample_rows(const __grid_constant__ SampleArgs a,
+                                                                       const RowWorkspace w) {
   const int r = blockIdx.y, splits = gridDim.x;
   const Row row = load_row(a, r);
   if (row.filtered()) return;  // sample_filtered draws it
@@ -282,8 +285,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks) sample_rows(const __g
   Argmax argmax;
   int s = warp * splits + blockIdx.x;
   request(s);
+  uint32_t seen = 0;  // by one lane, a strip ago: a read of global memory takes as long as the strip
   for (; s < strips; s += stride) {
-    const uint32_t found = read_bound(shared_bound);
     Held<T> raw;
     if (scan.whole(s)) {
       raw.take(place);
@@ -291,6 +294,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks) sample_rows(const __g
       raw.load(logits, scan.first_of(s), a.vocab, false);
     }
     request(s + stride);
+    const uint32_t found = __shfl_sync(kAll, seen, 0);
+    if (threadIdx.x % 32 == 0) seen = *static_cast<volatile uint32_t*>(shared_bound);
     const StripSum sum = scan.strip(s, raw, argmax, found, shared_bound);
     if (threadIdx.x % 32 == 0) w.strips[static_cast<int64_t>(r) * strips + s] = sum;
   }
@@ -304,17 +309,13 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks) sample_rows(const __g
     }
     w.best[static_cast<int64_t>(r) * kMaxSplits + blockIdx.x] = best;
   }
-  if (splits > 1) __threadfence();  // the strips and the best are visible before the arrival is
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = splits == 1 || atomicAdd(a.arrived + r, 1u) == static_cast<unsigned>(splits) - 1u;
+    last = splits == 1 || arrive(a.arrived + r) == static_cast<unsigned>(splits) - 1u;
     if (last && splits > 1) a.arrived[r] = 0, *shared_bound = 0;  // ready for the next call, a graph's replay included
   }
   __syncthreads();
-  if (last && warp == 0) {
-    __threadfence();
-    finish_row<T, kMods>(a, row, &touched, logits, w, splits, per_unit);
-  }
+  if (last && warp == 0) finish_row<T, kMods>(a, row, &touched, logits, w, splits, per_unit);
 }
 
 }  // namespace tlt::cuda
