@@ -11,6 +11,7 @@ from tests.drafters import ReplayDrafter
 from tests.engine.engines import greedy, plain_outputs, shared_hf, tiny_engine, tokens
 from tests.tiny import tiny_hf_model
 from tlt_engine import EngineHalted, SamplingParams
+from tlt_engine.models import weights as weights_module
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11] * 6]
 SAMPLED = SamplingParams(max_tokens=20, seed=5)
@@ -60,6 +61,27 @@ def test_every_source_gives_a_fresh_engines_tokens(source, tmp_path):
     assert [s.version for o in outputs for s in o.outputs[0].weight_versions] == ["new"] * 3
     if source == "sharded":
         assert Sharded.gathered >= len(state)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_source_may_yield_the_same_memory_again(kept, monkeypatch):
+    """Norms and biases of tensors that stay are copied together; taken to stay, those of such a source go wrong."""
+    state = {n: t.detach() for n, t in new_model().state_dict().items()}
+    buffer = torch.empty(max(t.numel() for t in state.values()))
+
+    class Reusing:
+        @property
+        def shapes(self):
+            return {name: tuple(t.shape) for name, t in state.items()}
+
+        def tensors(self, names):
+            return ((name, buffer[: state[name].numel()].view_as(state[name]).copy_(state[name])) for name in names)
+
+    if kept:
+        monkeypatch.setattr(weights_module, "InMemory", Reusing)
+    engine = tiny_engine()
+    engine.update_weights(Reusing())
+    assert (tokens(engine.generate(PROMPTS, SAMPLED)) == fresh_outputs()) != kept
 
 
 @pytest.mark.parametrize("given", ["no/such/folder", 5, [1, 2]])
