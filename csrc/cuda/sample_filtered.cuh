@@ -477,12 +477,13 @@ struct FilteredRow {
       if (use_slots && !__any_sync(kAll, top >= kept.least)) continue;
       Held<T> held;
       held.load(logits, first, columns, aligned && (s + 1) * kStrip <= columns);
+      if (!kMods && (s + 1) * kStrip > a.limit) held.cut_off(first, a.limit);
       float s8[kStripGroups];
 #pragma unroll
       for (int j = 0; j < kStripGroups; ++j) {
         float x[8];
         unpack8(held.raw[j], x);
-        modify8<kMods>(a, row.row, touched, first + 32 * j, x);
+        if constexpr (kMods) modify8<true>(a, row.row, touched, first + 32 * j, x);
         drop(kept, first + 32 * j, x);
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[i] = exp2_fast(fmaf(x[i], per_unit, -y_max));

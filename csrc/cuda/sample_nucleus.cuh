@@ -75,7 +75,7 @@ __device__ __forceinline__ float FilteredRow<T, kMods>::window_pass(const Window
   const Kept maybe{{0.0f, 0}, window.low, negative_infinity<float>()};
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int strips = strips_of(columns);
-  const float y_max = x_max * per_unit;
+  const float y_max = x_max * per_unit, low = fmaxf(window.low, -3.4028234e38f);  // no -inf among the listed
   uint4* const place = reinterpret_cast<uint4*>(window.z) + warp * (kStrip * static_cast<int>(sizeof(T)) / 16) + lane;
   const auto staged = [&](int s) { return Window::kStaged && aligned && (s + 1) * kStrip <= columns; };
   float sum = 0.0f;
@@ -89,17 +89,18 @@ __device__ __forceinline__ float FilteredRow<T, kMods>::window_pass(const Window
       held.load(logits, first, columns, aligned && (s + 1) * kStrip <= columns);
     }
     if (next < strips && staged(next)) Held<T>::request(logits, first_of(next), place);
+    if (!kMods && (s + 1) * kStrip > a.limit) held.cut_off(first, a.limit);
     float s8[kStripGroups];
     uint32_t inside = 0;  // bit 8 j + i: logit i of group j
 #pragma unroll
     for (int j = 0; j < kStripGroups; ++j) {
       float x[8];
       unpack8(held.raw[j], x);
-      modify8<kMods>(a, row.row, touched, first + 32 * j, x);
+      if constexpr (kMods) modify8<true>(a, row.row, touched, first + 32 * j, x);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const bool above = x[i] >= window.high;
-        if (!above && x[i] >= window.low && x[i] > negative_infinity<float>()) inside |= 1u << (8 * j + i);
+        const bool above = x[i] >= window.high, below = x[i] < low;
+        inside |= above | below ? 0u : 1u << (8 * j + i);
         x[i] = exp2_fast(fmaf(x[i], per_unit, -y_max));
         sum += above ? x[i] : 0.0f;
       }

@@ -53,6 +53,18 @@ struct Held {
     }
   }
 
+  // -inf from column n on.
+  __device__ __forceinline__ void cut_off(int first, int n) {
+#pragma unroll
+    for (int j = 0; j < kStripGroups; ++j) {
+      T* x = reinterpret_cast<T*>(&raw[j]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if ((first + 32 * j) * 8 + i >= n) x[i] = negative_infinity<T>();
+      }
+    }
+  }
+
   // The same of a whole strip by way of shared memory: `place` is the lane's, and asked for and taken by no other.
   static __device__ __forceinline__ void request(const T* logits, int first, uint4* place) {
     const uint4* source = reinterpret_cast<const uint4*>(logits + first * 8);
@@ -139,12 +151,8 @@ struct StripScan {
           float x[8];
           unpack8(raw.raw[j], x);
           bad |= bad8(x);
-          T* to = reinterpret_cast<T*>(&held.raw[j]);
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            if ((first + 32 * j) * 8 + i >= a.limit) to[i] = negative_infinity<T>();
-          }
         }
+        held.cut_off(first, a.limit);
       }
     }
     return bad;
