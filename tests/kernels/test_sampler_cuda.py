@@ -89,6 +89,32 @@ def test_tokens_of_the_twin(
     cases.check_equal(cuda.sample(logits, ids, params, forced=forced), logits, ids, params, forced=forced)
 
 
+def wrong_in_nuclei() -> int:
+    """Rows of 80 whose token is not the twin's: a third of the winners lie in the window that is decided last."""
+    rows, wrong = 40, 0
+    for scale in (0.5, 2.0):
+        logits, ids = cases.random_logits(rows, 5008, torch.bfloat16, scale), cases.identities(rows)
+        params = RowParams(torch.ones(rows), top_p=torch.full((rows,), 0.5))
+        wrong += int((cuda.sample(logits, ids, params).tokens != sample(logits, ids, params).tokens).sum())
+    return wrong
+
+
+def test_nuclei(built: EmulatedSampler, use: Callable[[EmulatedSampler], None]) -> None:
+    use(built)
+    assert wrong_in_nuclei() == 0
+
+
+@pytest.mark.parametrize("change", [
+    {"if (cut.keeps(z_of(x), id)) argmax.offer(": "if (false) argmax.offer("},  # what waits for the cut is forgotten
+    {"if (x >= window.high) return argmax.offer": "return argmax.offer"},  # nothing waits for it
+])
+def test_broken_nuclei_are_seen(
+    use: Callable[[EmulatedSampler], None], tmp_path: Path, change: dict[str, str]
+) -> None:
+    use(EmulatedSampler(tmp_path, change))
+    assert wrong_in_nuclei() > 3
+
+
 @pytest.mark.parametrize("kind", ["plain", "narrow", "changed"])
 def test_rows_without_an_answer(
     built: EmulatedSampler, use: Callable[[EmulatedSampler], None], kind: str
