@@ -24,6 +24,7 @@ from tests.gpu.test_sampler import (
     to,
 )
 
+INT = torch.int32
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -96,6 +97,22 @@ def test_masks_bias_and_penalties_in_target_ids(dtype: torch.dtype) -> None:
         check(logits, ids, params, 16, **mapping(columns, vocab))
         check(logits, ids, params, 16, vocab_limit=8000, **mapping(columns, vocab, torch.int32))
     check(logits, ids, RowParams(temperatures(rows)), 16, vocab_limit=600, **mapping(columns, vocab))
+
+
+@pytest.mark.parametrize("columns", [32000, 151936])
+def test_a_row_alone_has_the_bits_it_has_in_a_batch(columns: int) -> None:
+    """Shared by 32 blocks, by two or by none."""
+    rows = 140
+    logits, ids = random_logits(rows, columns, torch.bfloat16).cuda(), to(identities(rows), "cuda")
+    params = to(RowParams(temperatures(rows)), "cuda")
+    whole = cuda.noisy_top_k(logits, ids, params, 8)
+    for row in range(0, rows, 37):
+        one = RowParams(params.temperature[row : row + 1])
+        alone = cuda.noisy_top_k(logits[row : row + 1], ids[row : row + 1], one, 8)
+        assert torch.equal(alone.tokens[0], whole.tokens[row])
+        for name in ("scores", "logprobs"):
+            assert torch.equal(getattr(alone, name)[0].view(INT), getattr(whole, name)[row].view(INT))
+    assert not torch.equal(whole.scores[0], whole.scores[1])
 
 
 def test_the_comparison_sees_a_lost_coupling() -> None:
