@@ -38,12 +38,18 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
+// group: 0 to 3. Barriers by number, as racecheck has followed them (bench/LOG.md); from a register it has not.
 template <int kThreads>
 __device__ __forceinline__ void sync_group(int group) {
   if constexpr (kThreads == 32) {
     __syncwarp();
   } else {
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kThreads) : "memory");
+    switch (group) {
+      case 0: asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); break;
+      case 1: asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory"); break;
+      case 2: asm volatile("bar.sync 3, %0;" ::"n"(kThreads) : "memory"); break;
+      default: asm volatile("bar.sync 4, %0;" ::"n"(kThreads) : "memory"); break;
+    }
   }
 }
 
