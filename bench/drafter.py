@@ -10,7 +10,8 @@ learns: share of first drafts (K = 1, shared noise) that the target took on held
 bigram counts of the same rollouts. train: minutes from zero, then accept length by mode on test questions. shift:
 accept length before the target moves, behind it, and won back.
 MODEL: a folder or 'demo' (SmolLM2-135M-Instruct). Prompts: reasoning-gym products, chain_sum and gsm_symbolic, training
-and test questions disjoint by their text. train writes the drafter to DIR/drafter for `shift` and bench.acceptance.
+and test questions disjoint by their text; on a machine without it `--questions FILE`, which the part `questions` wrote.
+bench/gpu_training.sh runs all of it. train writes the drafter to DIR/drafter for `shift` and bench.acceptance.
 """
 
 from __future__ import annotations
@@ -146,23 +147,22 @@ def part_train(args: argparse.Namespace, out: Path | None) -> None:
     shape = {} if args.units is None else {"intermediate_size": args.units}
     engine = engine_for(loaded, fresh(loaded, args.seed, **shape), args)
     settings, config = settings_of(args, args.minutes, args.seed), config_of(args, 1.0, args.seed)
-    rounds = []
+    pieces = []
     for done in train(engine, asked, settings, drafting=NEVER, config=config):
-        rounds.append(done)
-        told = {n: round(v, 3) for n, v in vars(done).items() if v is not None}
-        print(told, f"{done.tokens / done.rollout_s:.0f} tokens/s", flush=True)
+        pieces.append(done)
+        print({n: round(v, 3) for n, v in vars(done).items() if v}, flush=True)
     trained = engine.drafter.model  # type: ignore[union-attr]
     folder = (out or Path("out")) / "drafter"
     from tlt_engine.models.eagle_checkpoint import export_drafter
 
     export_drafter(trained, folder, to="sglang")
     if importlib.util.find_spec("matplotlib") is not None:
-        draw(folder.parent / "drafter.png", rounds)
+        draw(folder.parent / "drafter.png", pieces)
     del engine
     where = {"model": args.model, "dtype": args.dtype, "tasks": sorted(TASKS), **counts}
-    how = {"steps": rounds[-1].steps, "micro_rows": args.micro_rows, "tokens": sum(r.tokens for r in rounds),
-           "rollout_s": round(sum(r.rollout_s for r in rounds), 1), "units": trained.config.intermediate_size}
-    keep(out, "train", "train.minutes", rounds[-1].minutes, "min", where | how)
+    how = {"steps": pieces[-1].steps, "micro_rows": args.micro_rows, "tokens": sum(p.tokens for p in pieces),
+           "rollout_s": round(sum(p.rollout_s for p in pieces), 1), "units": trained.config.intermediate_size}
+    keep(out, "train", "train.minutes", pieces[-1].minutes, "min", where | how)
     table(args, out, loaded, trained, test, where)
 
 

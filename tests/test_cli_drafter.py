@@ -35,8 +35,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_it_trains_saves_and_draws(trained: dict[str, Any]) -> None:
     folder, report = trained["folder"], trained["report"]
-    assert report["steps"] >= 1 and report["rounds"] and 0.05 < report["minutes"] < 2
-    assert report["rounds"][-1]["loss"] is not None
+    assert report["steps"] >= 1 and report["pieces"] and 0.05 < report["minutes"] < 2
+    assert report["pieces"][-1]["loss"] is not None
     assert (folder / "plot.png").stat().st_size > 10_000
     target = load_model(str(folder / "model")).model
     drafter = load_drafter(folder / "out", target)
@@ -89,7 +89,7 @@ def test_training_goes_on_from_a_folder(trained: dict[str, Any], tmp_path: Path)
     folder = trained["folder"]
     report = answer("train-drafter", folder / "model", "--out", tmp_path / "more", "--prompts", folder / "p.jsonl",
                     "--minutes", 0.01, "--batch", 3, "--max-tokens", 8, "--drafter", folder / "out")
-    assert report["rounds"]
+    assert report["pieces"]
     assert load_drafter(tmp_path / "more", load_model(str(folder / "model")).model).config.draft_vocab_size == 40
 
 

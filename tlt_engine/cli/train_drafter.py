@@ -48,10 +48,10 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Round:
-    """One batch rolled out and trained on. accept_length: tokens a target pass in its rollouts, bonus included; None in
-    a round that decodes plainly, as the first one of a fresh drafter does. tokens: emitted in rollout_s seconds;
-    steps: of the optimiser since the beginning."""
+class Piece:
+    """A few seconds of training, and the batch that was rolled out before them, if one was. accept_length: tokens a
+    target pass in its rollouts, bonus included; None without a batch, and for one that decodes plainly, as the first
+    one of a fresh drafter does. tokens: emitted in rollout_s seconds; steps: of the optimiser since the beginning."""
 
     minutes: float
     accept_length: float | None
@@ -81,11 +81,11 @@ def run(
         loaded, EngineConfig(dtype=dtype, device=device, speculation=SpeculationConfig(
             method="learned", profile=settings.profile, min_chance=0.0)), drafter=drafter,
     )
-    rounds: list[Round] = []
+    pieces: list[Piece] = []
     with _bar() as bar:
         line = bar.add_task("training", total=settings.minutes, note="")
         for done in train(engine, asked, settings, drafting=int(start is None)):
-            rounds.append(done)
+            pieces.append(done)
             loss = "" if done.loss is None else f"loss {done.loss:.2f}, "
             length = "" if done.accept_length is None else f"accept length {done.accept_length:.2f}, "
             told = f"{loss}{length}{done.steps} steps"
@@ -95,18 +95,18 @@ def run(
     serving = engine.drafter.model  # type: ignore[union-attr]
     export_drafter(serving, out, to="sglang")
     if plot is not None:
-        draw(plot, rounds)
-    lengths = [r.accept_length for r in rounds if r.accept_length is not None]
+        draw(plot, pieces)
+    lengths = [r.accept_length for r in pieces if r.accept_length is not None]
     report = {
-        "out": str(out), "rounds": [vars(r) for r in rounds], "minutes": rounds[-1].minutes,
-        "steps": rounds[-1].steps, "accept_length_first": lengths[0] if lengths else None,
+        "out": str(out), "pieces": [vars(p) for p in pieces], "minutes": pieces[-1].minutes,
+        "steps": pieces[-1].steps, "accept_length_first": lengths[0] if lengths else None,
         "accept_length_last": lengths[-1] if lengths else None,
         "parameters": sum(p.numel() for p in serving.parameters()),
     }
     if as_json:
         show.print_json(report)
         return
-    measured = f"{lengths[0]:.2f} with the first drafts, {lengths[-1]:.2f} with the last" if lengths else "one round"
+    measured = f"{lengths[0]:.2f} with the first drafts, {lengths[-1]:.2f} with the last" if lengths else "one batch"
     show.print_pairs("drafter", {
         "folder": str(out), "optimiser steps": f"{report['steps']:,} in {report['minutes']:.1f} min",
         "accept length (bonus included)": measured, "weights": f"{report['parameters']:,}",
@@ -143,7 +143,7 @@ def default_config(settings: Settings, device: torch.device) -> AdaptiveConfig:
 def train(
     engine: RolloutEngine, prompts: Sequence[Any], settings: Settings, *, drafting: int = 1,
     config: AdaptiveConfig | None = None,
-) -> Iterator[Round]:
+) -> Iterator[Piece]:
     """Roll out a batch, train on what was seen of it, and again until the minutes are over; at least one round. The
     learning rate cools down over the minutes. drafting: the first round that speculates: 1 for a drafter that knows
     nothing yet, whose drafts would only cost time."""
@@ -166,19 +166,19 @@ def train(
         rolling = time.perf_counter()
         outputs = engine.generate(batch, params, speculate=number >= drafting)
         rolled = time.perf_counter() - rolling
-        reports = list(_train_for(adaptive, settings.train_share * rolled, spent))
         number += 1
-        yield Round(
-            minutes=(time.perf_counter() - began) / 60, accept_length=reports[0]["accept_length"],
-            loss=reports[-1]["loss"], agreement=(reports[-1]["agreement"] or [None])[0], steps=reports[-1]["steps"],
-            rollout_s=rolled, tokens=sum(len(s.token_ids) for o in outputs for s in o.outputs),
-            training_s=sum(r["seconds"] for r in reports),
-        )
+        tokens = sum(len(s.token_ids) for o in outputs for s in o.outputs)
+        for i, report in enumerate(_train_for(adaptive, settings.train_share * rolled, spent)):
+            yield Piece(
+                minutes=(time.perf_counter() - began) / 60, accept_length=report["accept_length"],
+                loss=report["loss"], agreement=(report["agreement"] or [None])[0], steps=report["steps"],
+                rollout_s=0.0 if i else rolled, tokens=0 if i else tokens, training_s=report["seconds"],
+            )
     adaptive.close()
 
 
 def _train_for(adaptive: AdaptiveDrafter, seconds: float, spent: Callable[[], float]) -> Iterator[dict[str, Any]]:
-    """Reports of pieces of a second or two, each at the learning rate of its place in the time that is `spent`."""
+    """Reports of pieces of PIECE_S, each at the learning rate of its place in the time that is `spent`."""
     end = time.perf_counter() + seconds
     while True:
         adaptive.trainer.lr_factor = COOLEST + (1 - COOLEST) * 0.5 * (1 + cos(pi * min(spent(), 1.0)))
@@ -237,7 +237,7 @@ def export(model: str, drafter: Path, out: Path, *, to: str, as_json: bool) -> N
         show.print_pairs(f"drafter for {to}", {"folder": str(out), "files": ", ".join(files)})
 
 
-def draw(path: Path, rounds: Sequence[Round]) -> None:
+def draw(path: Path, pieces: Sequence[Piece]) -> None:
     """Loss and accept length (or agreement) over minutes, one picture. ImportError says how to get matplotlib."""
     try:
         import matplotlib
@@ -252,10 +252,10 @@ def draw(path: Path, rounds: Sequence[Round]) -> None:
         figure = Figure(figsize=(7.5, 4.2), dpi=130, layout="constrained")
         FigureCanvasAgg(figure)
         left = figure.subplots()
-        points = [(r.minutes, r.accept_length) for r in rounds if r.accept_length is not None]
-        name = "accept length of the round's rollouts (bonus included)"
-        if len(points) < 2:  # rounds that decoded plainly
-            points = [(r.minutes, r.agreement) for r in rounds if r.agreement is not None]
+        points = [(r.minutes, r.accept_length) for r in pieces if r.accept_length is not None]
+        name = "accept length of a batch's rollouts (bonus included)"
+        if len(points) < 2:  # batches that decoded plainly
+            points = [(r.minutes, r.agreement) for r in pieces if r.agreement is not None]
             name = "share of rows whose best draft is the target's best"
         left.plot(*zip(*points), color=SPECULATIVE, linewidth=2, marker="o", markersize=3)
         left.set_xlabel("minutes, rollouts included")
@@ -264,7 +264,7 @@ def draw(path: Path, rounds: Sequence[Round]) -> None:
         left.grid(axis="y", color=FAINT, linewidth=0.8)
         left.set_axisbelow(True)
         right = left.twinx()
-        losses = [(r.minutes, r.loss) for r in rounds if r.loss is not None]
+        losses = [(r.minutes, r.loss) for r in pieces if r.loss is not None]
         right.plot(*zip(*losses), color=PLAIN, linewidth=1.5, linestyle="--")
         right.set_ylabel("loss (nats, summed over the unroll)", color=INK)
         left.set_title("A drafter learning from its target's rollouts")
