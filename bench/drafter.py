@@ -329,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--train-each", type=int, default=1200, help="training questions a task")
     parser.add_argument("--test-each", type=int, default=24, help="test questions a task")
     parser.add_argument("--round", type=int, default=2048, help="samples of a round")
-    parser.add_argument("--batch", type=int, default=512, help="samples at once")
+    parser.add_argument("--batch", type=int, default=256, help="samples at once")
     parser.add_argument("--n", type=int, default=4, help="samples a prompt")
     parser.add_argument("--test-n", type=int, default=4)
     parser.add_argument("--test-batch", type=int, default=96)

@@ -57,6 +57,13 @@ def test_default_sizes():
     assert {k.batch for k in default_buckets(1, 1).keys} == {1}
 
 
+def test_a_small_models_plain_steps_have_graphs_for_more_samples() -> None:
+    small, large = default_buckets(512, 16, 135_000_000).keys, default_buckets(512, 16, 7_600_000_000).keys
+    assert set(small) - set(large) == {GraphKey(384, 1), GraphKey(512, 1)} and set(large) <= set(small)
+    assert default_buckets(300, 1, 135_000_000).choose(300, 300) == GraphKey(384, 1)
+    assert default_buckets(300, 1, 7_600_000_000).choose(300, 300) is None
+
+
 def test_the_smallest_size_that_holds_the_step():
     buckets = default_buckets(256, 64)
     for batch in range(1, 300):

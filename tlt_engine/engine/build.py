@@ -138,7 +138,8 @@ def build_runner(
 
     verify = 1 if config.speculation.method == "off" else config.speculation.profile.verify
     full = config.speculation.method == "learned"
-    buckets = None if config.enforce_eager else default_buckets(config.max_num_seqs, verify, full=full)
+    parameters = model.weights.bytes // model.dtype.itemsize
+    buckets = None if config.enforce_eager else default_buckets(config.max_num_seqs, verify, parameters, full=full)
     return DeviceRunner(
         model, kv, buffers, vocab_limit=vocab_limit, eos_ids=eos_ids, buckets=buckets, graph_bytes=config.graph_bytes,
         prefill_backend=config.prefill_backend, invariant=config.batch_invariant,

@@ -10,8 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_ROWS = 256  # beyond, a pass takes so long (7.6 ms of products at 7B on an H200) that eager launches hide behind it
-BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 NODES = (1, 4, 8, 16, 32, 64)
+# A small model's pass never takes that long: with 135 M parameters a step of 512 rows took about 23 ms eagerly, one of
+# 256 rows 4 ms from a graph (H200, other programs beside it). Plain steps of such models have graphs beyond MAX_ROWS.
+SMALL = 2_000_000_000  # parameters
+SMALL_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -67,14 +71,16 @@ class Buckets:
         return self._chosen[batch, rows]
 
 
-def default_buckets(max_num_seqs: int, verify: int, max_rows: int = MAX_ROWS, *, full: bool = False) -> Buckets:
+def default_buckets(max_num_seqs: int, verify: int, parameters: int = SMALL, *, full: bool = False) -> Buckets:
     """For engines of up to max_num_seqs samples and draft trees of up to `verify` nodes: every pair of BATCHES and
-    NODES up to the first that holds these, within max_rows rows. full: trees mostly have all `verify` nodes, so there
-    are graphs for just that (at 32 x 6, padding to 8 nodes would cost 1 ms of 7.6)."""
+    NODES up to the first that holds these, within MAX_ROWS rows; plain steps of models of fewer than SMALL parameters
+    within SMALL_ROWS. full: trees mostly have all `verify` nodes, so there are graphs for just that (at 32 x 6, padding
+    to 8 nodes would cost 1 ms of 7.6)."""
     batches, nodes = _up_to(BATCHES, max_num_seqs), _up_to(NODES, verify)
     if full:
         nodes = [n for n in nodes if n < verify] + [verify]
-    return Buckets(GraphKey(b, v) for b in batches for v in nodes if b * v <= max_rows)
+    plain = SMALL_ROWS if parameters < SMALL else MAX_ROWS
+    return Buckets(GraphKey(b, v) for b in batches for v in nodes if b * v <= (plain if v == 1 else MAX_ROWS))
 
 
 def _up_to(sizes: tuple[int, ...], need: int) -> list[int]:
