@@ -384,6 +384,18 @@ def test_the_graph_of_the_smallest_batch(model: EagleModel, verify: int) -> None
         assert runner._drafting.key(3) == GraphKey(4, verify)
 
 
+def test_no_drafts_in_the_large_graphs_of_plain_steps(model: EagleModel) -> None:
+    """20 trees of 16 nodes are 320 rows: a graph of 384 x 1 would hold them, drafted as 384 requests."""
+    buckets = default_buckets(512, 16, 1, full=True)
+    assert GraphKey(384, 1) in buckets.keys
+    with emulation(buckets=buckets):
+        runner = engine_with(model, Profile(3, 8, 16), max_num_seqs=512)._core.runner
+        assert isinstance(runner, DeviceRunner) and runner._drafting is not None
+        assert runner._drafting.key(16) == GraphKey(16, 16)
+        assert runner._drafting.key(20) is None
+        assert runner._drafting._static.batch <= 256
+
+
 def test_bytes_are_reported(model: EagleModel) -> None:
     engine = engine_with(model)
     with cpu_runner():
