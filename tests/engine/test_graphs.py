@@ -62,6 +62,8 @@ def test_a_small_models_plain_steps_have_graphs_for_more_samples() -> None:
     assert set(small) - set(large) == {GraphKey(384, 1), GraphKey(512, 1)} and set(large) <= set(small)
     assert default_buckets(300, 1, 135_000_000).choose(300, 300) == GraphKey(384, 1)
     assert default_buckets(300, 1, 7_600_000_000).choose(300, 300) is None
+    trees = default_buckets(512, 16, 135_000_000)
+    assert trees.choose(16, 256) == GraphKey(16, 16) and trees.choose(20, 320) is None, "trees keep within MAX_ROWS"
 
 
 def test_the_smallest_size_that_holds_the_step():

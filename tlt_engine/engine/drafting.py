@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tlt_engine.engine.sample import Sample, stop_ids
 from tlt_engine.engine.staging import Sections, Upload
-from tlt_engine.graphs.buckets import MAX_ROWS, Buckets, DraftKey, ExtendKey, GraphKey
+from tlt_engine.graphs.buckets import Buckets, DraftKey, ExtendKey, GraphKey
 from tlt_engine.graphs.cache import Graph
 from tlt_engine.graphs.capture import CapturedGraph, Capturer
 from tlt_engine.speculation.lanes import Lane
@@ -88,11 +88,9 @@ class DeviceDrafting:
 
     def key(self, requests: int) -> GraphKey | None:
         """The target's graph for trees of all nodes of the profile, of the smallest batch that will do: what is drafted
-        is padded to it, and 96 rows fit 96 x 1 as well as 4 x 32. None beyond MAX_ROWS, where graphs are for plain
-        steps: 320 rows of 20 requests would be drafted as 384 requests."""
+        is padded to it, and 96 rows fit 96 x 1 as well as 4 x 32."""
         if requests not in self._chosen:
-            most = [k for k in self._buckets.keys if k.rows <= MAX_ROWS]
-            fits = [k for k in most if k.batch >= requests and k.rows >= requests * self.verify]
+            fits = [k for k in self._buckets.keys if k.holds(requests, requests * self.verify)]
             self._chosen[requests] = min(fits, key=lambda k: (k.batch, k.rows), default=None)
         return self._chosen[requests]
 

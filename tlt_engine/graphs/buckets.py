@@ -12,8 +12,9 @@ from dataclasses import dataclass
 MAX_ROWS = 256  # beyond, a pass takes so long (7.6 ms of products at 7B on an H200) that eager launches hide behind it
 BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 NODES = (1, 4, 8, 16, 32, 64)
-# A small model's pass never takes that long: with 135 M parameters a step of 512 rows took about 23 ms eagerly, one of
-# 256 rows 4 ms from a graph (H200, other programs beside it). Plain steps of such models have graphs beyond MAX_ROWS.
+# A small model's pass never takes that long: with 135 M parameters a step of 512 rows took some 23 ms eagerly, one of
+# 256 rows 4 ms from a graph (H200, by tokens a second). Plain steps of such models, and they alone, have graphs beyond
+# MAX_ROWS: as one of 384 requests, 20 trees of 16 nodes would be drafted for as 384.
 SMALL = 2_000_000_000  # parameters
 SMALL_ROWS = 512
 
@@ -26,6 +27,10 @@ class GraphKey:
     @property
     def rows(self) -> int:
         return self.batch * self.nodes
+
+    def holds(self, batch: int, rows: int) -> bool:
+        """Whether a step of `batch` requests with `rows` rows in all may run in it."""
+        return self.batch >= batch and self.rows >= rows and (self.rows <= MAX_ROWS or rows == batch)
 
     def __str__(self) -> str:
         return f"{self.batch}x{self.nodes}"
@@ -66,8 +71,7 @@ class Buckets:
     def choose(self, batch: int, rows: int) -> GraphKey | None:
         """The smallest size that holds the step: fewest rows, then fewest requests. None: no size does."""
         if (batch, rows) not in self._chosen:
-            fits = (key for key in self._ascending if key.rows >= rows and key.batch >= batch)
-            self._chosen[batch, rows] = next(fits, None)
+            self._chosen[batch, rows] = next((key for key in self._ascending if key.holds(batch, rows)), None)
         return self._chosen[batch, rows]
 
 

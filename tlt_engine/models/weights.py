@@ -112,8 +112,8 @@ class Weights:
     @torch.no_grad()
     def fingerprint(self) -> str:
         """64 hex bits from 16 evenly spaced elements of every weight: tells different policies apart without reading
-        them whole. Not a checksum. A few launches, as every update pays for it, and none if nothing was loaded since;
-        synchronises the current stream."""
+        them whole. Not a checksum. A few launches, as every update pays for it, and none if nothing was loaded since
+        (who writes into the views of `named` raises `loads`); synchronises the current stream."""
         if self._fingerprint[0] != self.loads:
             probed = torch.cat(self._probes).float().cpu()
             self._fingerprint = (self.loads, blake2b(probed.numpy().tobytes(), digest_size=8).hexdigest())
